@@ -1,0 +1,1 @@
+"""Errors, ids, clock types and limits. Imports nothing of ours."""
