@@ -1,0 +1,5 @@
+"""Plugins that every test run loads."""
+
+from __future__ import annotations
+
+pytest_plugins = ["clauses"]
