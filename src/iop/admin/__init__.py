@@ -1,0 +1,1 @@
+"""The operation core of OpenEngineAdmin: states, planner, executor, recovery; knows no engine and no wire."""

@@ -1,0 +1,79 @@
+"""The driver port: what each level supplies so that the operation core can act on its participants.
+
+The core knows neither ranks nor Nodes. A level implements `ParticipantDriver`; a third party can serve the whole
+contract by writing only that.
+
+Gates are levels, not edges: the core says for each participant whether inference may enter, as often as it likes, and
+the driver makes it so. **A participant that `apply_gates` has never opened takes no inference**: that is the
+reconcile gate of a newcomer (AD-35). Order when closing (AD-39): `apply_gates` shuts the outer admission; then
+`execute(PauseStep)` ends or freezes the in-flight work that the driver itself holds for the group and after that stops
+the engine. Opening is the reverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from iop.admin.enums import AdmissionPolicy, PauseMode
+from iop.admin.profile import ParticipantInfo
+from iop.admin.steps import ParticipantReadBack, StepCall, StepProgress, StepResult
+from iop.core.ids import ParticipantId
+
+__all__ = ["AdmissionGate", "ParticipantDriver", "ProgressSink"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionGate:
+    """Whether one participant takes inference, and what happens to new requests if not.
+
+    Attributes:
+        is_open: no gate holds it.
+        admission: for new requests while closed; over an overlap REJECT beats QUEUE (AD-41).
+        mode: the hardest pause mode that holds, `None` when closed for another reason.
+        held_by: what keeps it closed, for people: `epoch 7`, `operation op-...`, `quarantine`, `reconciliation`.
+    """
+
+    is_open: bool
+    admission: AdmissionPolicy = AdmissionPolicy.QUEUE
+    mode: PauseMode | None = None
+    held_by: tuple[str, ...] = ()
+
+
+ProgressSink: TypeAlias = Callable[[StepProgress], None]
+"""Called from the event loop while a step runs; never blocks, never raises. May be ignored by the core."""
+
+
+class ParticipantDriver(Protocol):
+    """Carries steps to participants. Every method may be called concurrently for different groups."""
+
+    def participants(self) -> Sequence[ParticipantInfo]:
+        """All configured participants, connected or not, in a stable order. Cheap, no waiting."""
+        ...
+
+    async def execute(self, call: StepCall, report: ProgressSink) -> StepResult:
+        """Execute one step on one group, or give the remembered answer of the same step (AD-36).
+
+        Waits for a participant that is briefly unreachable, and repeats the step when it is back; the core stops the
+        wait by cancelling. Failures of participants are outcomes, not exceptions.
+
+        Raises:
+            PreconditionFailed: `STALE_STEP`, an older step than the last one seen.
+            Unavailable: nobody could be asked; treated as PARTICIPANT_LOST of the whole group.
+        Cancellation: stops waiting; the step itself may still take effect, which read-back tells.
+        """
+        ...
+
+    async def read_back(
+        self, participant_ids: Sequence[ParticipantId]
+    ) -> Sequence[ParticipantReadBack]:
+        """Ask the engines how they stand now; one answer per id. Who cannot be asked is `reachable=False`."""
+        ...
+
+    async def apply_gates(self, gates: Mapping[ParticipantId, AdmissionGate]) -> None:
+        """Make outer admission so. Returns when no new inference can enter what is closed.
+
+        Ids not in the mapping keep their gate. Idempotent.
+        """
+        ...
