@@ -1,0 +1,85 @@
+# Every target does its own set-up: `make run` on a fresh clone is enough. `make -C DIR TARGET` works from anywhere.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
+VENV ?= $(ROOT).venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+# Whole test files go to one of two workers, so that fixtures that start processes are shared within a file.
+PYTEST_WORKERS ?= -n 2 --dist loadfile
+ARGS ?=
+STRICT ?=
+SEEDS ?= 10000
+SEED ?=
+
+RUNTIME := $(VENV)/.iop-runtime
+DEV := $(VENV)/.iop-dev
+
+.PHONY: help setup run test test-slow lint types fmt clauses check bench proto proto-check docs sim lock clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(lastword $(MAKEFILE_LIST)) | sort | sed -E 's/:.*## /\t/' | expand -t 14
+
+# The stamps are remade when a lock file or the package's metadata changes.
+$(RUNTIME): requirements/runtime.txt pyproject.toml tools/bootstrap.sh
+	@bash tools/bootstrap.sh "$(VENV)" requirements/runtime.txt
+	@touch $@
+
+$(DEV): requirements/dev.txt pyproject.toml tools/bootstrap.sh
+	@bash tools/bootstrap.sh "$(VENV)" requirements/dev.txt
+	@touch $@ $(RUNTIME)
+
+setup: $(DEV)  ## make .venv with everything that development needs, hash-pinned
+
+run: $(RUNTIME)  ## start Edge, Node and reference engine, and say what to try (ARGS="--http 127.0.0.1:8081")
+	@exec $(BIN)/iop up $(ARGS)
+
+test: $(DEV)  ## all tests but the long ones (ARGS="-k name")
+	$(PYTEST) $(PYTEST_WORKERS) -m "not soak" $(ARGS)
+
+test-slow: $(DEV)  ## the tests that take minutes
+	$(PYTEST) -m soak --timeout 900 $(ARGS)
+
+lint: $(DEV)  ## style, banned calls, and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+
+types: $(DEV)  ## mypy, strict, on src
+	$(BIN)/mypy
+
+fmt: $(DEV)  ## format the code and fix what can be fixed safely
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clauses: $(DEV)  ## a line per clause of the contract: tested (in the last run) or missing (STRICT=EN fails on a gap)
+	@$(BIN)/python tools/clauses.py $(if $(STRICT),--strict $(STRICT))
+
+check:  ## what CI runs
+	@bash .ci/run
+
+bench: $(DEV)  ## direct call against through-the-fleet, one table (ARGS="--json")
+	@$(BIN)/python bench/run.py $(ARGS)
+
+proto: $(DEV)  ## regenerate the protobuf bindings
+	$(BIN)/python tools/gen_proto.py
+
+proto-check: $(DEV)  ## fail if the checked-in bindings are not what the protos generate
+	$(BIN)/python tools/gen_proto.py --check
+
+docs: $(DEV)  ## build the documentation site into site/
+	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/python -m pip install --quiet --require-hashes -r requirements/docs.txt
+	$(BIN)/python -m mkdocs build --strict
+
+sim: $(DEV)  ## the simulation on virtual time (SEEDS=10000, SEED=n replays one)
+	IOP_SIM_SEEDS=$(SEEDS) IOP_SIM_SEED=$(SEED) $(PYTEST) tests/sim -p no:randomly -p no:cacheprovider --timeout 3600 $(ARGS)
+
+lock: $(DEV)  ## resolve the locks anew: versions and hashes, no index address
+	@bash tools/lock.sh "$(BIN)"
+
+clean:  ## remove what the targets made, the virtual environment too
+	rm -rf "$(VENV)" .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .clauses.json site
