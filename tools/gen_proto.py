@@ -3,9 +3,9 @@
     python tools/gen_proto.py           write the bindings
     python tools/gen_proto.py --check   exit 1 and name the files that differ from a fresh generation
 
-Descriptor file names stay as published (``openengine/v1/admin.proto``), since server reflection shows them; only Python
-import paths are moved below ``iop.pb``. The output depends on the versions of grpcio-tools and mypy-protobuf, which the
-lock files pin.
+Descriptor file names stay as published (``openengine/v1/admin.proto``), since server reflection shows them;
+only Python import paths are moved below ``iop.pb``. The output depends on the versions of grpcio-tools and
+mypy-protobuf, which the lock files pin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ PROTO_ROOT: Final = ROOT / "proto"
 PACKAGE_ROOT: Final = ROOT / "src" / "iop" / "pb"
 PACKAGE_NAME: Final = "iop.pb"
 
-INIT_TEXT: Final = '"""Generated protobuf bindings; see tools/gen_proto.py. Never edited by hand (EN-03)."""\n'
+INIT_TEXT: Final = (
+    '"""Generated protobuf bindings; see tools/gen_proto.py. Never edited by hand (EN-03)."""\n'
+)
 
 _PLUGINS: Final = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
 _SERVICE: Final = re.compile(r"^service\s+\w+", re.MULTILINE)
@@ -33,7 +35,9 @@ _SERVICE: Final = re.compile(r"^service\s+\w+", re.MULTILINE)
 
 def main(argv: list[str] | None = None) -> int:
     """Write or check; the exit status is 0 when the bindings are fresh afterwards."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     options = parser.parse_args(argv)
     fresh = generate(PROTO_ROOT)
@@ -93,8 +97,15 @@ def drop_empty_services(sources: list[str], *, proto_root: Path, out: Path) -> N
 def move_imports(text: str, top_packages: list[str]) -> str:
     """Point the generated imports, and the module names of message classes, below ``iop.pb``."""
     tops = "|".join(map(re.escape, top_packages))
-    text = re.sub(rf"^(\s*from )((?:{tops})(?:\.\w+)* import \w+_pb2)", rf"\1{PACKAGE_NAME}.\2", text, flags=re.M)
-    text = re.sub(rf"^(\s*import )((?:{tops})(?:\.\w+)*_pb2)\b", rf"\1{PACKAGE_NAME}.\2", text, flags=re.M)
+    text = re.sub(
+        rf"^(\s*from )((?:{tops})(?:\.\w+)* import \w+_pb2)",
+        rf"\1{PACKAGE_NAME}.\2",
+        text,
+        flags=re.MULTILINE,
+    )
+    text = re.sub(
+        rf"^(\s*import )((?:{tops})(?:\.\w+)*_pb2)\b", rf"\1{PACKAGE_NAME}.\2", text, flags=re.MULTILINE
+    )
     return re.sub(rf"(DESCRIPTOR, ')((?:{tops})\.[\w.]+_pb2')", rf"\1{PACKAGE_NAME}.\2", text)
 
 
@@ -122,7 +133,9 @@ def report_differences(fresh: dict[str, str], package_root: Path) -> int:
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:
-        print("run 'make proto' (python tools/gen_proto.py); generated files are never edited", file=sys.stderr)
+        print(
+            "run 'make proto' (python tools/gen_proto.py); generated files are never edited", file=sys.stderr
+        )
     return 1 if problems else 0
 
 
