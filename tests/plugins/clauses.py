@@ -24,8 +24,8 @@ CONTRACT_DIR = Path("docs/reference/contract")
 RECORD = Path(".clauses.json")
 PROPERTY = "clause"
 
-# A clause is defined where its id opens a list item: "- EN-31 text" or "- **EN-31** text".
-_DEFINITION = re.compile(r"^- \*{0,2}((?:EN|AD|SF)-\d{2,3})\*{0,2}\b", re.MULTILINE)
+# A clause is defined where its bold id opens a list item: "- **EN-31** text". Other mentions only refer to it.
+_DEFINITION = re.compile(r"^- \*\*((?:EN|AD|SF)-\d{2,3})\*\* ", re.MULTILINE)
 
 
 def read_clause_ids(root: Path) -> list[str]:
