@@ -1,0 +1,149 @@
+"""What a surface hands to dispatch, and what it gets back: plain data, no I/O.
+
+A surface describes the request once (:class:`DispatchRequest`), without knowing who will serve it. When a provider is
+chosen, dispatch asks the surface for the concrete call under that lease (EN-54, EN-60): a :class:`TunnelCall` for
+providers that speak the caller's dialect, a :class:`RunCall` for those that take normalised runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, unique
+from typing import TypeAlias
+
+from iop.core.ids import ModelId, NodeId, ProviderId, RequestId
+from iop.net.ports import RunSink, TunnelSink
+from iop.wire.messages import Header
+
+PRIORITY_MIN = -10
+PRIORITY_MAX = 10
+"""Priorities outside are clamped: each distinct value costs one queue per class, so their number is bounded."""
+
+
+@unique
+class Route(Enum):
+    """How a provider is spoken to (EN-60)."""
+
+    TUNNEL = "tunnel"
+    RUN = "run"
+
+
+@unique
+class Outcome(Enum):
+    """How a request ended; exactly one is recorded for each (EN-112)."""
+
+    COMPLETE = "complete"
+    UPSTREAM_ERROR = "upstream_error"
+    UPSTREAM_TRUNCATED = "upstream_truncated"
+    CLIENT_CANCELLED = "client_cancelled"
+    ABORTED_BY_ADMIN = "aborted_by_admin"
+    NODE_LOST = "node_lost"
+    TIMEOUT = "timeout"
+    EDGE_SHUTDOWN = "edge_shutdown"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderKey:
+    """One resource: one adapter instance on one Node; the same over all generations (EN-92)."""
+
+    node: NodeId
+    provider: ProviderId
+
+    def __str__(self) -> str:
+        return f"{self.node}/{self.provider}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTarget:
+    """Who serves an attempt: fixed by pool selection before any body is built (EN-54).
+
+    Attributes:
+        model: public id of the model, aliases resolved.
+        key: the resource; for logs and status, never for callers (EN-04).
+        target: the model name that the provider knows.
+        route: how to speak to it.
+        adapter_type: e.g. ``openai_compat``, ``ollama``, ``cli``.
+        operations: named operations of its profile (EN-51); empty for providers that take runs.
+        response_model: ``provider`` or ``alias`` (SF-15).
+        workspace: working directory of workspace-bound routes, from the config (EN-42, SF-16).
+    """
+
+    model: ModelId
+    key: ProviderKey
+    target: str
+    route: Route
+    adapter_type: str
+    operations: frozenset[str] = frozenset()
+    response_model: str = "provider"
+    workspace: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchRequest:
+    """One caller's request, before anybody was chosen for it.
+
+    Attributes:
+        request_id: what ``x-request-id`` shows; unique among recent requests, or ``iop explain`` shows the newest.
+        model: id or alias as the caller said it.
+        operation: what is asked: ``chat_completions``, ``completions``, ``responses``, ``messages``, ``count_tokens``,
+            ``embeddings``, or ``generate``; providers that cannot do it are no candidates.
+        estimated_prompt_tokens: decides whether a long slot is needed as well (EN-111).
+        priority: higher first; clamped to -10..10.
+        session: affinity key; later requests with the same key prefer the provider of the earlier ones.
+        preferred_provider: opaque provider name (as in ``x-iop-provider``) that the caller would like: a hint (EN-04).
+        caller: name of the API key, for ``iop explain``; empty when the API is open.
+    """
+
+    request_id: RequestId
+    model: str
+    operation: str
+    estimated_prompt_tokens: int = 0
+    priority: int = 0
+    session: str = ""
+    preferred_provider: str = ""
+    caller: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunnelCall:
+    """A provider HTTP request, built for one chosen target (EN-50).
+
+    Attributes:
+        operation: profile operation, or empty when ``path`` rules (EN-51).
+        path: origin-form path, with its query if any.
+        headers: end-to-end request headers that may reach the provider (SF-04).
+        body: final bytes in parts; they are not copied, and must not change afterwards.
+        sink: receives the answer of this attempt. A later attempt may bring another sink or the same one.
+    """
+
+    operation: str
+    method: str
+    path: str
+    sink: TunnelSink
+    headers: Sequence[Header] = ()
+    body: Sequence[bytes] = ()
+    stream: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    session_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCall:
+    """A normalised run, built for one chosen target (EN-40 to EN-44)."""
+
+    input: bytes
+    sink: RunSink
+    stream: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    session_id: str = ""
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+Call: TypeAlias = TunnelCall | RunCall
+
+PrepareCall: TypeAlias = Callable[[ServedTarget], Call]
+"""Builds the call under the lease. Called once per attempt, synchronously. May raise ``IopError`` (e.g. Unsupported: the
+target cannot say what was asked); the lease then comes back and the error reaches the caller of ``dispatch``."""
