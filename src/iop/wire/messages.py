@@ -1,12 +1,14 @@
-"""What travels between Edge and Node, as plain data. Field names, units and meanings are those of ``runtime.proto``.
+"""What travels between Edge and Node, as plain data.
 
-Stream bookkeeping (sequence numbers, credit, continuation frames, call ids) is the session's business and has no field
-here. Bodies travel beside their requests, not in them.
+Field names, units and meanings are those of ``runtime.proto``. Stream bookkeeping (sequence numbers, credit,
+continuation frames, call ids) is the session's business and has no field here. Bodies travel beside their
+requests, not in them.
 
-Admin steps pass through undecoded: this layer and the admin vocabulary know nothing of each other, so the admin parts of
-a message are the serialised protobuf of the record that ``runtime.proto`` names (``AdminStepRequest``, ``AdminStepProgress``,
-``AdminStepOutcome``, ``ParticipantInfo``, ``ParticipantReadBack``). ``iop.net.admin_steps`` turns them into the types of
-``iop.admin`` and back, for the Edge's participant driver and for the Node alike.
+Admin steps pass through undecoded: this layer and the admin vocabulary know nothing of each other, so the admin
+parts of a message are the serialised protobuf of the record that ``runtime.proto`` names (``AdminStepRequest``,
+``AdminStepProgress``, ``AdminStepOutcome``, ``ParticipantInfo``, ``ParticipantReadBack``).
+``iop.net.admin_steps`` turns them into the types of ``iop.admin`` and back, for the Edge's participant driver and
+for the Node alike.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Header: TypeAlias = tuple[bytes, bytes]
 
 @unique
 class BodyFraming(IntEnum):
-    """How the provider delimits a response body; a body that only CLOSE ends may have been cut unnoticed (SF-03)."""
+    """How the provider delimits a body; one that only CLOSE ends may have been cut unnoticed (SF-03)."""
 
     UNSPECIFIED = 0
     LENGTH = 1
@@ -105,7 +107,7 @@ class RegisterResponse:
     accepted: bool
     reason: str = ""
     reason_code: str = ""
-    node_id: NodeId = NodeId("")
+    node_id: NodeId = field(default=NodeId(""))
     config: NodeConfig | None = None
     protocol_version_min: int = 0
     protocol_version_max: int = 0
@@ -505,7 +507,8 @@ class AdminStepResult:
 
     Attributes:
         outcome: serialised ``AdminStepOutcome``; empty when refused.
-        refused_code: ``stale_step``, ``unknown_participant``, ``unsupported``, ``busy``, ``unavailable``; empty: not refused.
+        refused_code: ``stale_step``, ``unknown_participant``, ``unsupported``, ``busy`` or ``unavailable``; empty
+            when the step was not refused.
     """
 
     operation_id: str

@@ -156,35 +156,6 @@ NODE_COMMAND_TYPE_PARTICIPANTS: NodeCommandType.ValueType  # 6
 """Admin participants of the Node's engines with their read-back state (AD-35, AD-37)."""
 Global___NodeCommandType: _TypeAlias = NodeCommandType  # noqa: Y015
 
-class _WeightsPhase:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _WeightsPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsPhase.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    WEIGHTS_PHASE_UNSPECIFIED: _WeightsPhase.ValueType  # 0
-    WEIGHTS_PHASE_PREPARE: _WeightsPhase.ValueType  # 1
-    """Source visible, shapes and digests right, space, proof that it can be undone (AD-32)."""
-    WEIGHTS_PHASE_APPLY: _WeightsPhase.ValueType  # 2
-    WEIGHTS_PHASE_VERIFY: _WeightsPhase.ValueType  # 3
-    WEIGHTS_PHASE_COMMIT: _WeightsPhase.ValueType  # 4
-    """Publishes the label; disturbs nothing (AD-38)."""
-    WEIGHTS_PHASE_UNDO: _WeightsPhase.ValueType  # 5
-    """Puts the previous source back and verifies it."""
-
-class WeightsPhase(_WeightsPhase, metaclass=_WeightsPhaseEnumTypeWrapper): ...
-
-WEIGHTS_PHASE_UNSPECIFIED: WeightsPhase.ValueType  # 0
-WEIGHTS_PHASE_PREPARE: WeightsPhase.ValueType  # 1
-"""Source visible, shapes and digests right, space, proof that it can be undone (AD-32)."""
-WEIGHTS_PHASE_APPLY: WeightsPhase.ValueType  # 2
-WEIGHTS_PHASE_VERIFY: WeightsPhase.ValueType  # 3
-WEIGHTS_PHASE_COMMIT: WeightsPhase.ValueType  # 4
-"""Publishes the label; disturbs nothing (AD-38)."""
-WEIGHTS_PHASE_UNDO: WeightsPhase.ValueType  # 5
-"""Puts the previous source back and verifies it."""
-Global___WeightsPhase: _TypeAlias = WeightsPhase  # noqa: Y015
-
 @_typing.final
 class Packet(_message.Message):
     """One frame's content."""
@@ -1732,45 +1703,210 @@ Global___ProviderReport: _TypeAlias = ProviderReport  # noqa: Y015
 class ParticipantReport(_message.Message):
     """---- Admin steps (EN-120, AD-36, AD-37) ----
 
-    A rank behind one of the Node's adapters, as its engine reports it.
+    A rank behind one of the Node's adapters.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
-    GROUP_ID_FIELD_NUMBER: _builtins.int
-    PARTICIPANT_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
     READ_BACK_FIELD_NUMBER: _builtins.int
-    participant_id: _builtins.str
-    """Node-local: unique within the adapter."""
     adapter: _builtins.str
-    group_id: _builtins.str
-    """Participants with one group act only together."""
+    """AdapterConfig.name."""
     @_builtins.property
-    def participant(self) -> _admin_pb2.AdminParticipant:
-        """Identity, capabilities and state in the admin contract's own terms."""
-
+    def info(self) -> Global___ParticipantInfo: ...
     @_builtins.property
     def read_back(self) -> Global___ParticipantReadBack:
-        """Read back from the engine just now."""
+        """Read back from the engine just now; unset when it was not asked."""
 
     def __init__(
         self,
         *,
-        participant_id: _builtins.str = ...,
         adapter: _builtins.str = ...,
-        group_id: _builtins.str = ...,
-        participant: _admin_pb2.AdminParticipant | None = ...,
+        info: Global___ParticipantInfo | None = ...,
         read_back: Global___ParticipantReadBack | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["participant", b"participant", "read_back", b"read_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "read_back", b"read_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "group_id", b"group_id", "participant", b"participant", "participant_id", b"participant_id", "read_back", b"read_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "info", b"info", "read_back", b"read_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ParticipantReport: _TypeAlias = ParticipantReport  # noqa: Y015
+
+@_typing.final
+class ParticipantInfo(_message.Message):
+    """What a participant is. Its ids are the Node's own: unique within the adapter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    PROVIDER_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ENGINE_NAME_FIELD_NUMBER: _builtins.int
+    ENGINE_VERSION_FIELD_NUMBER: _builtins.int
+    participant_id: _builtins.str
+    group_id: _builtins.str
+    """Participants with one group act only together."""
+    connected: _builtins.bool
+    instance: _builtins.str
+    """Names one start of the engine's process; a new one means that it restarted."""
+    node: _builtins.str
+    provider: _builtins.str
+    rank: _builtins.int
+    engine_name: _builtins.str
+    engine_version: _builtins.str
+    @_builtins.property
+    def capabilities(self) -> Global___ParticipantCapabilities: ...
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelAlias]: ...
+    def __init__(
+        self,
+        *,
+        participant_id: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        capabilities: Global___ParticipantCapabilities | None = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+        aliases: _abc.Iterable[Global___ModelAlias] | None = ...,
+        connected: _builtins.bool = ...,
+        instance: _builtins.str = ...,
+        node: _builtins.str = ...,
+        provider: _builtins.str = ...,
+        rank: _builtins.int | None = ...,
+        engine_name: _builtins.str = ...,
+        engine_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "capabilities", b"capabilities", "rank", b"rank"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "aliases", b"aliases", "capabilities", b"capabilities", "connected", b"connected", "engine_name", b"engine_name", "engine_version", b"engine_version", "group_id", b"group_id", "instance", b"instance", "models", b"models", "node", b"node", "participant_id", b"participant_id", "provider", b"provider", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+
+Global___ParticipantInfo: _TypeAlias = ParticipantInfo  # noqa: Y015
+
+@_typing.final
+class ModelAlias(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALIAS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    alias: _builtins.str
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        alias: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelAlias: _TypeAlias = ModelAlias  # noqa: Y015
+
+@_typing.final
+class ParticipantCapabilities(_message.Message):
+    """What can be done to it; an empty list means nothing of that sort (AD-15)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    CACHE_KINDS_FIELD_NUMBER: _builtins.int
+    RESOURCE_KINDS_FIELD_NUMBER: _builtins.int
+    PAUSE_MODES_FIELD_NUMBER: _builtins.int
+    QUIESCE_MODES_FIELD_NUMBER: _builtins.int
+    WEIGHT_SOURCES_FIELD_NUMBER: _builtins.int
+    WEIGHT_FORMATS_FIELD_NUMBER: _builtins.int
+    WEIGHT_RETENTIONS_FIELD_NUMBER: _builtins.int
+    TENSOR_DTYPES_FIELD_NUMBER: _builtins.int
+    DISTRIBUTED_BACKENDS_FIELD_NUMBER: _builtins.int
+    CACHE_POLICIES_FIELD_NUMBER: _builtins.int
+    BUSY_POLICIES_FIELD_NUMBER: _builtins.int
+    PROFILER_KINDS_FIELD_NUMBER: _builtins.int
+    RECONFIGURABLE_FIELDS_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
+    CAPACITY_MAX_FIELD_NUMBER: _builtins.int
+    DATA_PARALLEL_SIZE_MAX_FIELD_NUMBER: _builtins.int
+    capacity_max: _builtins.int
+    data_parallel_size_max: _builtins.int
+    @_builtins.property
+    def operations(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.AdminOperationKind.ValueType]: ...
+    @_builtins.property
+    def cache_kinds(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.CacheKind.ValueType]: ...
+    @_builtins.property
+    def resource_kinds(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.ResourceKind.ValueType]: ...
+    @_builtins.property
+    def pause_modes(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.PauseMode.ValueType]: ...
+    @_builtins.property
+    def quiesce_modes(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.PauseMode.ValueType]: ...
+    @_builtins.property
+    def weight_sources(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.WeightSourceKind.ValueType]: ...
+    @_builtins.property
+    def weight_formats(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.WeightFormat.ValueType]: ...
+    @_builtins.property
+    def weight_retentions(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.WeightRetention.ValueType]: ...
+    @_builtins.property
+    def tensor_dtypes(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.TensorDtype.ValueType]: ...
+    @_builtins.property
+    def distributed_backends(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.DistributedBackend.ValueType]: ...
+    @_builtins.property
+    def cache_policies(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.CachePolicy.ValueType]: ...
+    @_builtins.property
+    def busy_policies(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.BusyPolicy.ValueType]: ...
+    @_builtins.property
+    def profiler_kinds(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.ProfilerKind.ValueType]: ...
+    @_builtins.property
+    def reconfigurable_fields(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.ReconfigurableField.ValueType]: ...
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedScalarFieldContainer[_server_pb2.EngineRole.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        operations: _abc.Iterable[_admin_pb2.AdminOperationKind.ValueType] | None = ...,
+        cache_kinds: _abc.Iterable[_admin_pb2.CacheKind.ValueType] | None = ...,
+        resource_kinds: _abc.Iterable[_admin_pb2.ResourceKind.ValueType] | None = ...,
+        pause_modes: _abc.Iterable[_admin_pb2.PauseMode.ValueType] | None = ...,
+        quiesce_modes: _abc.Iterable[_admin_pb2.PauseMode.ValueType] | None = ...,
+        weight_sources: _abc.Iterable[_admin_pb2.WeightSourceKind.ValueType] | None = ...,
+        weight_formats: _abc.Iterable[_admin_pb2.WeightFormat.ValueType] | None = ...,
+        weight_retentions: _abc.Iterable[_admin_pb2.WeightRetention.ValueType] | None = ...,
+        tensor_dtypes: _abc.Iterable[_admin_pb2.TensorDtype.ValueType] | None = ...,
+        distributed_backends: _abc.Iterable[_admin_pb2.DistributedBackend.ValueType] | None = ...,
+        cache_policies: _abc.Iterable[_admin_pb2.CachePolicy.ValueType] | None = ...,
+        busy_policies: _abc.Iterable[_admin_pb2.BusyPolicy.ValueType] | None = ...,
+        profiler_kinds: _abc.Iterable[_admin_pb2.ProfilerKind.ValueType] | None = ...,
+        reconfigurable_fields: _abc.Iterable[_admin_pb2.ReconfigurableField.ValueType] | None = ...,
+        roles: _abc.Iterable[_server_pb2.EngineRole.ValueType] | None = ...,
+        capacity_max: _builtins.int | None = ...,
+        data_parallel_size_max: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity_max", b"_capacity_max", "_data_parallel_size_max", b"_data_parallel_size_max", "capacity_max", b"capacity_max", "data_parallel_size_max", b"data_parallel_size_max"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_max", b"_capacity_max", "_data_parallel_size_max", b"_data_parallel_size_max", "busy_policies", b"busy_policies", "cache_kinds", b"cache_kinds", "cache_policies", b"cache_policies", "capacity_max", b"capacity_max", "data_parallel_size_max", b"data_parallel_size_max", "distributed_backends", b"distributed_backends", "operations", b"operations", "pause_modes", b"pause_modes", "profiler_kinds", b"profiler_kinds", "quiesce_modes", b"quiesce_modes", "reconfigurable_fields", b"reconfigurable_fields", "resource_kinds", b"resource_kinds", "roles", b"roles", "tensor_dtypes", b"tensor_dtypes", "weight_formats", b"weight_formats", "weight_retentions", b"weight_retentions", "weight_sources", b"weight_sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__capacity_max: _TypeAlias = _typing.Literal["capacity_max"]  # noqa: Y015
+    _WhichOneofArgType__capacity_max: _TypeAlias = _typing.Literal["_capacity_max", b"_capacity_max"]  # noqa: Y015
+    _WhichOneofReturnType__data_parallel_size_max: _TypeAlias = _typing.Literal["data_parallel_size_max"]  # noqa: Y015
+    _WhichOneofArgType__data_parallel_size_max: _TypeAlias = _typing.Literal["_data_parallel_size_max", b"_data_parallel_size_max"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__capacity_max) -> _WhichOneofReturnType__capacity_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_size_max) -> _WhichOneofReturnType__data_parallel_size_max | None: ...
+
+Global___ParticipantCapabilities: _TypeAlias = ParticipantCapabilities  # noqa: Y015
 
 @_typing.final
 class ParticipantReadBack(_message.Message):
@@ -1778,103 +1914,134 @@ class ParticipantReadBack(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
+    REACHABLE_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
-    PAUSE_MODE_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
-    WEIGHT_DIGEST_FIELD_NUMBER: _builtins.int
-    IN_FLIGHT_FIELD_NUMBER: _builtins.int
-    KEPT_FIELD_NUMBER: _builtins.int
-    CACHE_ENTRIES_FIELD_NUMBER: _builtins.int
-    ENGINE_INSTANCE_FIELD_NUMBER: _builtins.int
-    CAPACITY_FIELD_NUMBER: _builtins.int
-    LONG_CONTEXT_CAPACITY_FIELD_NUMBER: _builtins.int
-    ROLE_FIELD_NUMBER: _builtins.int
-    DATA_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    VERIFIED_BY_FIELD_NUMBER: _builtins.int
+    PROFILES_FIELD_NUMBER: _builtins.int
+    SERVING_FIELD_NUMBER: _builtins.int
+    participant_id: _builtins.str
+    reachable: _builtins.bool
+    """The engine answered, in a way that can be believed."""
+    instance: _builtins.str
+    """As ParticipantInfo.instance."""
     paused: _builtins.bool
-    pause_mode: _admin_pb2.PauseMode.ValueType
+    frozen: _builtins.int
+    """Requests frozen in it by a KEEP pause."""
     weight_version: _builtins.str
-    weight_digest: _builtins.bytes
-    """Content identity of the weights, where the engine offers one."""
-    in_flight: _builtins.int
-    kept: _builtins.int
-    cache_entries: _builtins.int
-    engine_instance: _builtins.str
-    """Names one start of the engine's process; a new one means that it restarted."""
-    capacity: _builtins.int
-    """Serving figures as in force, for ReconfigureServing."""
-    long_context_capacity: _builtins.int
-    role: _server_pb2.EngineRole.ValueType
-    data_parallel_size: _builtins.int
-    error: _builtins.str
-    """The engine did not answer, or not in a way that can be believed."""
+    content_digest: _builtins.bytes
+    """Digest of the weights in place, where obtainable."""
+    verified_by: _admin_pb2.VerificationMethod.ValueType
     @_builtins.property
-    def released(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.ResourceKind.ValueType]: ...
+    def released(self) -> Global___ResourceSet: ...
+    @_builtins.property
+    def cached(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheEntries]:
+        """Entries by cache; caches that cannot be told are absent."""
+
+    @_builtins.property
+    def profiles(self) -> Global___ProfileSet: ...
+    @_builtins.property
+    def serving(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.ServingChange]:
+        """Serving values as in force."""
+
     def __init__(
         self,
         *,
+        participant_id: _builtins.str = ...,
+        reachable: _builtins.bool = ...,
+        instance: _builtins.str = ...,
         paused: _builtins.bool | None = ...,
-        pause_mode: _admin_pb2.PauseMode.ValueType | None = ...,
-        released: _abc.Iterable[_admin_pb2.ResourceKind.ValueType] | None = ...,
+        frozen: _builtins.int = ...,
+        released: Global___ResourceSet | None = ...,
+        cached: _abc.Iterable[Global___CacheEntries] | None = ...,
         weight_version: _builtins.str | None = ...,
-        weight_digest: _builtins.bytes = ...,
-        in_flight: _builtins.int | None = ...,
-        kept: _builtins.int | None = ...,
-        cache_entries: _builtins.int | None = ...,
-        engine_instance: _builtins.str = ...,
-        capacity: _builtins.int | None = ...,
-        long_context_capacity: _builtins.int | None = ...,
-        role: _server_pb2.EngineRole.ValueType | None = ...,
-        data_parallel_size: _builtins.int | None = ...,
-        error: _builtins.str = ...,
+        content_digest: _builtins.bytes = ...,
+        verified_by: _admin_pb2.VerificationMethod.ValueType = ...,
+        profiles: Global___ProfileSet | None = ...,
+        serving: _abc.Iterable[_admin_pb2.ServingChange] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_entries", b"_cache_entries", "_capacity", b"_capacity", "_data_parallel_size", b"_data_parallel_size", "_in_flight", b"_in_flight", "_kept", b"_kept", "_long_context_capacity", b"_long_context_capacity", "_pause_mode", b"_pause_mode", "_paused", b"_paused", "_role", b"_role", "_weight_version", b"_weight_version", "cache_entries", b"cache_entries", "capacity", b"capacity", "data_parallel_size", b"data_parallel_size", "in_flight", b"in_flight", "kept", b"kept", "long_context_capacity", b"long_context_capacity", "pause_mode", b"pause_mode", "paused", b"paused", "role", b"role", "weight_version", b"weight_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_paused", b"_paused", "_weight_version", b"_weight_version", "paused", b"paused", "profiles", b"profiles", "released", b"released", "weight_version", b"weight_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_entries", b"_cache_entries", "_capacity", b"_capacity", "_data_parallel_size", b"_data_parallel_size", "_in_flight", b"_in_flight", "_kept", b"_kept", "_long_context_capacity", b"_long_context_capacity", "_pause_mode", b"_pause_mode", "_paused", b"_paused", "_role", b"_role", "_weight_version", b"_weight_version", "cache_entries", b"cache_entries", "capacity", b"capacity", "data_parallel_size", b"data_parallel_size", "engine_instance", b"engine_instance", "error", b"error", "in_flight", b"in_flight", "kept", b"kept", "long_context_capacity", b"long_context_capacity", "pause_mode", b"pause_mode", "paused", b"paused", "released", b"released", "role", b"role", "weight_digest", b"weight_digest", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_paused", b"_paused", "_weight_version", b"_weight_version", "cached", b"cached", "content_digest", b"content_digest", "frozen", b"frozen", "instance", b"instance", "participant_id", b"participant_id", "paused", b"paused", "profiles", b"profiles", "reachable", b"reachable", "released", b"released", "serving", b"serving", "verified_by", b"verified_by", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__cache_entries: _TypeAlias = _typing.Literal["cache_entries"]  # noqa: Y015
-    _WhichOneofArgType__cache_entries: _TypeAlias = _typing.Literal["_cache_entries", b"_cache_entries"]  # noqa: Y015
-    _WhichOneofReturnType__capacity: _TypeAlias = _typing.Literal["capacity"]  # noqa: Y015
-    _WhichOneofArgType__capacity: _TypeAlias = _typing.Literal["_capacity", b"_capacity"]  # noqa: Y015
-    _WhichOneofReturnType__data_parallel_size: _TypeAlias = _typing.Literal["data_parallel_size"]  # noqa: Y015
-    _WhichOneofArgType__data_parallel_size: _TypeAlias = _typing.Literal["_data_parallel_size", b"_data_parallel_size"]  # noqa: Y015
-    _WhichOneofReturnType__in_flight: _TypeAlias = _typing.Literal["in_flight"]  # noqa: Y015
-    _WhichOneofArgType__in_flight: _TypeAlias = _typing.Literal["_in_flight", b"_in_flight"]  # noqa: Y015
-    _WhichOneofReturnType__kept: _TypeAlias = _typing.Literal["kept"]  # noqa: Y015
-    _WhichOneofArgType__kept: _TypeAlias = _typing.Literal["_kept", b"_kept"]  # noqa: Y015
-    _WhichOneofReturnType__long_context_capacity: _TypeAlias = _typing.Literal["long_context_capacity"]  # noqa: Y015
-    _WhichOneofArgType__long_context_capacity: _TypeAlias = _typing.Literal["_long_context_capacity", b"_long_context_capacity"]  # noqa: Y015
-    _WhichOneofReturnType__pause_mode: _TypeAlias = _typing.Literal["pause_mode"]  # noqa: Y015
-    _WhichOneofArgType__pause_mode: _TypeAlias = _typing.Literal["_pause_mode", b"_pause_mode"]  # noqa: Y015
     _WhichOneofReturnType__paused: _TypeAlias = _typing.Literal["paused"]  # noqa: Y015
     _WhichOneofArgType__paused: _TypeAlias = _typing.Literal["_paused", b"_paused"]  # noqa: Y015
-    _WhichOneofReturnType__role: _TypeAlias = _typing.Literal["role"]  # noqa: Y015
-    _WhichOneofArgType__role: _TypeAlias = _typing.Literal["_role", b"_role"]  # noqa: Y015
     _WhichOneofReturnType__weight_version: _TypeAlias = _typing.Literal["weight_version"]  # noqa: Y015
     _WhichOneofArgType__weight_version: _TypeAlias = _typing.Literal["_weight_version", b"_weight_version"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_entries) -> _WhichOneofReturnType__cache_entries | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__capacity) -> _WhichOneofReturnType__capacity | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_size) -> _WhichOneofReturnType__data_parallel_size | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__in_flight) -> _WhichOneofReturnType__in_flight | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kept) -> _WhichOneofReturnType__kept | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__long_context_capacity) -> _WhichOneofReturnType__long_context_capacity | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__pause_mode) -> _WhichOneofReturnType__pause_mode | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__paused) -> _WhichOneofReturnType__paused | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__role) -> _WhichOneofReturnType__role | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_version) -> _WhichOneofReturnType__weight_version | None: ...
 
 Global___ParticipantReadBack: _TypeAlias = ParticipantReadBack  # noqa: Y015
+
+@_typing.final
+class ResourceSet(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KINDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.ResourceKind.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        kinds: _abc.Iterable[_admin_pb2.ResourceKind.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kinds", b"kinds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResourceSet: _TypeAlias = ResourceSet  # noqa: Y015
+
+@_typing.final
+class ProfileSet(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def profile_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        profile_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_ids", b"profile_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileSet: _TypeAlias = ProfileSet  # noqa: Y015
+
+@_typing.final
+class CacheEntries(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    kind: _admin_pb2.CacheKind.ValueType
+    entries: _builtins.int
+    def __init__(
+        self,
+        *,
+        kind: _admin_pb2.CacheKind.ValueType = ...,
+        entries: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheEntries: _TypeAlias = CacheEntries  # noqa: Y015
 
 @_typing.final
 class AdminStep(_message.Message):
@@ -1886,26 +2053,21 @@ class AdminStep(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     ORDINAL_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
     PARTICIPANT_IDS_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     PAYLOAD_CONTINUES_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
-    READ_BACK_FIELD_NUMBER: _builtins.int
-    FLUSH_FIELD_NUMBER: _builtins.int
-    PAUSE_FIELD_NUMBER: _builtins.int
-    RESUME_FIELD_NUMBER: _builtins.int
-    RELEASE_FIELD_NUMBER: _builtins.int
-    RESTORE_FIELD_NUMBER: _builtins.int
-    WEIGHTS_FIELD_NUMBER: _builtins.int
-    START_PROFILE_FIELD_NUMBER: _builtins.int
-    STOP_PROFILE_FIELD_NUMBER: _builtins.int
-    RECONFIGURE_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
-    step: _builtins.str
-    """Name of the step, unique within its operation."""
+    step: _builtins.int
+    """Number of the step, rising within its operation; a repeat has the same number."""
     ordinal: _builtins.int
-    """Rises over all steps that the Edge ever sends to a participant; the Node refuses one below the last seen (EN-120)."""
+    """Rises over all operations that the Edge ever sends to a participant; the Node refuses a step whose (ordinal, step) is
+    below the last seen (EN-120).
+    """
     adapter: _builtins.str
+    group_id: _builtins.str
     timeout_ms: _builtins.int
     """Milliseconds from receipt until the Node gives up on it."""
     payload_continues: _builtins.bool
@@ -1914,94 +2076,104 @@ class AdminStep(_message.Message):
     @_builtins.property
     def participant_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
-    def read_back(self) -> Global___ReadBackStep: ...
-    @_builtins.property
-    def flush(self) -> Global___FlushStep: ...
+    def request(self) -> Global___AdminStepRequest: ...
+    def __init__(
+        self,
+        *,
+        operation_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+        ordinal: _builtins.int = ...,
+        adapter: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        participant_ids: _abc.Iterable[_builtins.str] | None = ...,
+        timeout_ms: _builtins.int = ...,
+        payload_continues: _builtins.bool = ...,
+        payload_bytes_total: _builtins.int = ...,
+        request: Global___AdminStepRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "group_id", b"group_id", "operation_id", b"operation_id", "ordinal", b"ordinal", "participant_ids", b"participant_ids", "payload_bytes_total", b"payload_bytes_total", "payload_continues", b"payload_continues", "request", b"request", "step", b"step", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminStep: _TypeAlias = AdminStep  # noqa: Y015
+
+@_typing.final
+class AdminStepRequest(_message.Message):
+    """What the step does. Which step undoes which is the operation core's knowledge."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAUSE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    FLUSH_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
+    PREPARE_WEIGHTS_FIELD_NUMBER: _builtins.int
+    APPLY_WEIGHTS_FIELD_NUMBER: _builtins.int
+    VERIFY_WEIGHTS_FIELD_NUMBER: _builtins.int
+    COMMIT_WEIGHTS_FIELD_NUMBER: _builtins.int
+    UNDO_WEIGHTS_FIELD_NUMBER: _builtins.int
+    START_PROFILE_FIELD_NUMBER: _builtins.int
+    STOP_PROFILE_FIELD_NUMBER: _builtins.int
+    JUDGE_RECONFIGURE_FIELD_NUMBER: _builtins.int
+    RECONFIGURE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pause(self) -> Global___PauseStep: ...
     @_builtins.property
     def resume(self) -> Global___ResumeStep: ...
     @_builtins.property
+    def flush(self) -> Global___FlushStep: ...
+    @_builtins.property
     def release(self) -> Global___ReleaseStep: ...
     @_builtins.property
     def restore(self) -> Global___RestoreStep: ...
     @_builtins.property
-    def weights(self) -> Global___WeightsStep: ...
+    def prepare_weights(self) -> Global___PrepareWeightsStep: ...
+    @_builtins.property
+    def apply_weights(self) -> Global___ApplyWeightsStep: ...
+    @_builtins.property
+    def verify_weights(self) -> Global___VerifyWeightsStep: ...
+    @_builtins.property
+    def commit_weights(self) -> Global___CommitWeightsStep: ...
+    @_builtins.property
+    def undo_weights(self) -> Global___UndoWeightsStep: ...
     @_builtins.property
     def start_profile(self) -> Global___StartProfileStep: ...
     @_builtins.property
     def stop_profile(self) -> Global___StopProfileStep: ...
     @_builtins.property
+    def judge_reconfigure(self) -> Global___JudgeReconfigureStep: ...
+    @_builtins.property
     def reconfigure(self) -> Global___ReconfigureStep: ...
     def __init__(
         self,
         *,
-        operation_id: _builtins.str = ...,
-        step: _builtins.str = ...,
-        ordinal: _builtins.int = ...,
-        adapter: _builtins.str = ...,
-        participant_ids: _abc.Iterable[_builtins.str] | None = ...,
-        timeout_ms: _builtins.int = ...,
-        payload_continues: _builtins.bool = ...,
-        payload_bytes_total: _builtins.int = ...,
-        read_back: Global___ReadBackStep | None = ...,
-        flush: Global___FlushStep | None = ...,
         pause: Global___PauseStep | None = ...,
         resume: Global___ResumeStep | None = ...,
+        flush: Global___FlushStep | None = ...,
         release: Global___ReleaseStep | None = ...,
         restore: Global___RestoreStep | None = ...,
-        weights: Global___WeightsStep | None = ...,
+        prepare_weights: Global___PrepareWeightsStep | None = ...,
+        apply_weights: Global___ApplyWeightsStep | None = ...,
+        verify_weights: Global___VerifyWeightsStep | None = ...,
+        commit_weights: Global___CommitWeightsStep | None = ...,
+        undo_weights: Global___UndoWeightsStep | None = ...,
         start_profile: Global___StartProfileStep | None = ...,
         stop_profile: Global___StopProfileStep | None = ...,
+        judge_reconfigure: Global___JudgeReconfigureStep | None = ...,
         reconfigure: Global___ReconfigureStep | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["flush", b"flush", "pause", b"pause", "read_back", b"read_back", "reconfigure", b"reconfigure", "release", b"release", "request", b"request", "restore", b"restore", "resume", b"resume", "start_profile", b"start_profile", "stop_profile", b"stop_profile", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["apply_weights", b"apply_weights", "commit_weights", b"commit_weights", "flush", b"flush", "judge_reconfigure", b"judge_reconfigure", "pause", b"pause", "prepare_weights", b"prepare_weights", "reconfigure", b"reconfigure", "release", b"release", "restore", b"restore", "resume", b"resume", "start_profile", b"start_profile", "step", b"step", "stop_profile", b"stop_profile", "undo_weights", b"undo_weights", "verify_weights", b"verify_weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "flush", b"flush", "operation_id", b"operation_id", "ordinal", b"ordinal", "participant_ids", b"participant_ids", "pause", b"pause", "payload_bytes_total", b"payload_bytes_total", "payload_continues", b"payload_continues", "read_back", b"read_back", "reconfigure", b"reconfigure", "release", b"release", "request", b"request", "restore", b"restore", "resume", b"resume", "start_profile", b"start_profile", "step", b"step", "stop_profile", b"stop_profile", "timeout_ms", b"timeout_ms", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_weights", b"apply_weights", "commit_weights", b"commit_weights", "flush", b"flush", "judge_reconfigure", b"judge_reconfigure", "pause", b"pause", "prepare_weights", b"prepare_weights", "reconfigure", b"reconfigure", "release", b"release", "restore", b"restore", "resume", b"resume", "start_profile", b"start_profile", "step", b"step", "stop_profile", b"stop_profile", "undo_weights", b"undo_weights", "verify_weights", b"verify_weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["read_back", "flush", "pause", "resume", "release", "restore", "weights", "start_profile", "stop_profile", "reconfigure"]  # noqa: Y015
-    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+    _WhichOneofReturnType_step: _TypeAlias = _typing.Literal["pause", "resume", "flush", "release", "restore", "prepare_weights", "apply_weights", "verify_weights", "commit_weights", "undo_weights", "start_profile", "stop_profile", "judge_reconfigure", "reconfigure"]  # noqa: Y015
+    _WhichOneofArgType_step: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_step) -> _WhichOneofReturnType_step | None: ...
 
-Global___AdminStep: _TypeAlias = AdminStep  # noqa: Y015
-
-@_typing.final
-class ReadBackStep(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReadBackStep: _TypeAlias = ReadBackStep  # noqa: Y015
-
-@_typing.final
-class FlushStep(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KINDS_FIELD_NUMBER: _builtins.int
-    BUSY_POLICY_FIELD_NUMBER: _builtins.int
-    busy_policy: _admin_pb2.BusyPolicy.ValueType
-    @_builtins.property
-    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.CacheKind.ValueType]: ...
-    def __init__(
-        self,
-        *,
-        kinds: _abc.Iterable[_admin_pb2.CacheKind.ValueType] | None = ...,
-        busy_policy: _admin_pb2.BusyPolicy.ValueType = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_policy", b"busy_policy", "kinds", b"kinds"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FlushStep: _TypeAlias = FlushStep  # noqa: Y015
+Global___AdminStepRequest: _TypeAlias = AdminStepRequest  # noqa: Y015
 
 @_typing.final
 class PauseStep(_message.Message):
@@ -2039,6 +2211,29 @@ class ResumeStep(_message.Message):
 Global___ResumeStep: _TypeAlias = ResumeStep  # noqa: Y015
 
 @_typing.final
+class FlushStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KINDS_FIELD_NUMBER: _builtins.int
+    BUSY_POLICY_FIELD_NUMBER: _builtins.int
+    busy_policy: _admin_pb2.BusyPolicy.ValueType
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.CacheKind.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        kinds: _abc.Iterable[_admin_pb2.CacheKind.ValueType] | None = ...,
+        busy_policy: _admin_pb2.BusyPolicy.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_policy", b"busy_policy", "kinds", b"kinds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushStep: _TypeAlias = FlushStep  # noqa: Y015
+
+@_typing.final
 class ReleaseStep(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2066,41 +2261,40 @@ class RestoreStep(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KINDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_SOURCE_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.str
     @_builtins.property
     def kinds(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.ResourceKind.ValueType]: ...
+    @_builtins.property
+    def weight_source(self) -> Global___WeightSource:
+        """Where discarded weights are read again from."""
+
     def __init__(
         self,
         *,
         kinds: _abc.Iterable[_admin_pb2.ResourceKind.ValueType] | None = ...,
+        weight_source: Global___WeightSource | None = ...,
+        weight_version: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weight_source", b"weight_source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kinds", b"kinds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kinds", b"kinds", "weight_source", b"weight_source", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestoreStep: _TypeAlias = RestoreStep  # noqa: Y015
 
 @_typing.final
-class WeightsStep(_message.Message):
+class WeightSource(_message.Message):
+    """Where weights come from."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    PHASE_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
-    PREVIOUS_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
-    CACHE_POLICY_FIELD_NUMBER: _builtins.int
-    ALLOW_IRREVERSIBLE_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
     INLINE_TENSORS_FIELD_NUMBER: _builtins.int
     DISTRIBUTED_FIELD_NUMBER: _builtins.int
     IPC_FIELD_NUMBER: _builtins.int
-    phase: Global___WeightsPhase.ValueType
-    model: _builtins.str
-    weight_version: _builtins.str
-    previous_weight_version: _builtins.str
-    cache_policy: _admin_pb2.CachePolicy.ValueType
-    allow_irreversible: _builtins.bool
     @_builtins.property
     def disk(self) -> _admin_pb2.DiskSource: ...
     @_builtins.property
@@ -2114,12 +2308,6 @@ class WeightsStep(_message.Message):
     def __init__(
         self,
         *,
-        phase: Global___WeightsPhase.ValueType = ...,
-        model: _builtins.str = ...,
-        weight_version: _builtins.str = ...,
-        previous_weight_version: _builtins.str = ...,
-        cache_policy: _admin_pb2.CachePolicy.ValueType = ...,
-        allow_irreversible: _builtins.bool = ...,
         disk: _admin_pb2.DiskSource | None = ...,
         inline_tensors: _admin_pb2.InlineTensorSource | None = ...,
         distributed: _admin_pb2.DistributedSource | None = ...,
@@ -2127,13 +2315,148 @@ class WeightsStep(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "distributed", b"distributed", "inline_tensors", b"inline_tensors", "ipc", b"ipc", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_irreversible", b"allow_irreversible", "cache_policy", b"cache_policy", "disk", b"disk", "distributed", b"distributed", "inline_tensors", b"inline_tensors", "ipc", b"ipc", "model", b"model", "phase", b"phase", "previous_weight_version", b"previous_weight_version", "source", b"source", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "distributed", b"distributed", "inline_tensors", b"inline_tensors", "ipc", b"ipc", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["disk", "inline_tensors", "distributed", "ipc"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
-Global___WeightsStep: _TypeAlias = WeightsStep  # noqa: Y015
+Global___WeightSource: _TypeAlias = WeightSource  # noqa: Y015
+
+@_typing.final
+class PrepareWeightsStep(_message.Message):
+    """Checks and stages the source; touches nothing served (AD-32)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    HOLD_PREVIOUS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    weight_version: _builtins.str
+    hold_previous: _builtins.bool
+    """Keep the old weights until commit, because their source cannot be read again."""
+    @_builtins.property
+    def source(self) -> Global___WeightSource: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        source: Global___WeightSource | None = ...,
+        weight_version: _builtins.str = ...,
+        hold_previous: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_previous", b"hold_previous", "model", b"model", "source", b"source", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareWeightsStep: _TypeAlias = PrepareWeightsStep  # noqa: Y015
+
+@_typing.final
+class ApplyWeightsStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    RESTORES_WEIGHTS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    weight_version: _builtins.str
+    restores_weights: _builtins.bool
+    @_builtins.property
+    def source(self) -> Global___WeightSource: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        source: Global___WeightSource | None = ...,
+        weight_version: _builtins.str = ...,
+        restores_weights: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "restores_weights", b"restores_weights", "source", b"source", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyWeightsStep: _TypeAlias = ApplyWeightsStep  # noqa: Y015
+
+@_typing.final
+class VerifyWeightsStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    weight_version: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        weight_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyWeightsStep: _TypeAlias = VerifyWeightsStep  # noqa: Y015
+
+@_typing.final
+class CommitWeightsStep(_message.Message):
+    """Publishes the label; disturbs nothing (AD-38)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    weight_version: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        weight_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitWeightsStep: _TypeAlias = CommitWeightsStep  # noqa: Y015
+
+@_typing.final
+class UndoWeightsStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PREVIOUS_SOURCE_FIELD_NUMBER: _builtins.int
+    PREVIOUS_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    previous_weight_version: _builtins.str
+    @_builtins.property
+    def previous_source(self) -> Global___WeightSource:
+        """Unset when the previous weights are held."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        previous_source: Global___WeightSource | None = ...,
+        previous_weight_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["previous_source", b"previous_source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "previous_source", b"previous_source", "previous_weight_version", b"previous_weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UndoWeightsStep: _TypeAlias = UndoWeightsStep  # noqa: Y015
 
 @_typing.final
 class StartProfileStep(_message.Message):
@@ -2194,24 +2517,42 @@ class StopProfileStep(_message.Message):
 Global___StopProfileStep: _TypeAlias = StopProfileStep  # noqa: Y015
 
 @_typing.final
-class ReconfigureStep(_message.Message):
+class JudgeReconfigureStep(_message.Message):
+    """Judges, changes nothing (AD-47)."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHANGES_FIELD_NUMBER: _builtins.int
-    JUDGE_ONLY_FIELD_NUMBER: _builtins.int
-    judge_only: _builtins.bool
-    """Judge only, change nothing (AD-47)."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.ServingChange]: ...
     def __init__(
         self,
         *,
         changes: _abc.Iterable[_admin_pb2.ServingChange] | None = ...,
-        judge_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "judge_only", b"judge_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JudgeReconfigureStep: _TypeAlias = JudgeReconfigureStep  # noqa: Y015
+
+@_typing.final
+class ReconfigureStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.ServingChange]: ...
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[_admin_pb2.ServingChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2225,29 +2566,60 @@ class AdminStepEvent(_message.Message):
 
     OPERATION_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    PARTICIPANTS_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
-    step: _builtins.str
+    step: _builtins.int
     @_builtins.property
-    def participants(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.ParticipantStatus]: ...
-    @_builtins.property
-    def progress(self) -> _admin_pb2.OperationProgress: ...
+    def progress(self) -> Global___AdminStepProgress: ...
     def __init__(
         self,
         *,
         operation_id: _builtins.str = ...,
-        step: _builtins.str = ...,
-        participants: _abc.Iterable[_admin_pb2.ParticipantStatus] | None = ...,
-        progress: _admin_pb2.OperationProgress | None = ...,
+        step: _builtins.int = ...,
+        progress: Global___AdminStepProgress | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation_id", b"operation_id", "participants", b"participants", "progress", b"progress", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation_id", b"operation_id", "progress", b"progress", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdminStepEvent: _TypeAlias = AdminStepEvent  # noqa: Y015
+
+@_typing.final
+class AdminStepProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    participant_id: _builtins.str
+    phase: _admin_pb2.ParticipantPhase.ValueType
+    done: _builtins.int
+    total: _builtins.int
+    unit: _builtins.str
+    """Of what: `steps`, `bytes`, `requests`."""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        participant_id: _builtins.str = ...,
+        phase: _admin_pb2.ParticipantPhase.ValueType = ...,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+        unit: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "message", b"message", "participant_id", b"participant_id", "phase", b"phase", "total", b"total", "unit", b"unit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminStepProgress: _TypeAlias = AdminStepProgress  # noqa: Y015
 
 @_typing.final
 class AdminStepResult(_message.Message):
@@ -2257,92 +2629,137 @@ class AdminStepResult(_message.Message):
 
     OPERATION_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     REFUSED_CODE_FIELD_NUMBER: _builtins.int
     REFUSED_REASON_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
-    step: _builtins.str
+    step: _builtins.int
     refused_code: _builtins.str
-    """Set when the step as a whole was refused: `stale_step`, `unknown_participant`, `unsupported`, `busy`."""
+    """Set when the step as a whole was refused: `stale_step`, `unknown_participant`, `unsupported`, `busy`, `unavailable`."""
     refused_reason: _builtins.str
     @_builtins.property
-    def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParticipantStepResult]: ...
+    def outcome(self) -> Global___AdminStepOutcome: ...
     def __init__(
         self,
         *,
         operation_id: _builtins.str = ...,
-        step: _builtins.str = ...,
-        participants: _abc.Iterable[Global___ParticipantStepResult] | None = ...,
+        step: _builtins.int = ...,
+        outcome: Global___AdminStepOutcome | None = ...,
         refused_code: _builtins.str = ...,
         refused_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation_id", b"operation_id", "participants", b"participants", "refused_code", b"refused_code", "refused_reason", b"refused_reason", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation_id", b"operation_id", "outcome", b"outcome", "refused_code", b"refused_code", "refused_reason", b"refused_reason", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdminStepResult: _TypeAlias = AdminStepResult  # noqa: Y015
 
 @_typing.final
-class ParticipantStepResult(_message.Message):
+class AdminStepOutcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
-    OK_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    READ_BACK_FIELD_NUMBER: _builtins.int
-    VERIFIED_BY_FIELD_NUMBER: _builtins.int
+    PARTICIPANTS_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def participants(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParticipantOutcome]: ...
+    @_builtins.property
+    def work(self) -> Global___WorkCounts: ...
+    def __init__(
+        self,
+        *,
+        participants: _abc.Iterable[Global___ParticipantOutcome] | None = ...,
+        work: Global___WorkCounts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["participants", b"participants", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminStepOutcome: _TypeAlias = AdminStepOutcome  # noqa: Y015
+
+@_typing.final
+class WorkCounts(_message.Message):
+    """What became of requests, counted once for the group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
     DRAINED_FIELD_NUMBER: _builtins.int
     ABORTED_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
-    CACHES_FIELD_NUMBER: _builtins.int
-    RESOURCES_FIELD_NUMBER: _builtins.int
-    ARTIFACTS_FIELD_NUMBER: _builtins.int
-    CHANGES_FIELD_NUMBER: _builtins.int
-    participant_id: _builtins.str
-    ok: _builtins.bool
-    verified_by: _admin_pb2.VerificationMethod.ValueType
     drained: _builtins.int
     aborted: _builtins.int
     kept: _builtins.int
     resumed: _builtins.int
-    @_builtins.property
-    def error(self) -> _admin_pb2.ParticipantError: ...
-    @_builtins.property
-    def read_back(self) -> Global___ParticipantReadBack:
-        """The engine's own state after the step (AD-37)."""
-
-    @_builtins.property
-    def caches(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.CacheResult]: ...
-    @_builtins.property
-    def resources(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.ResourceAmount]: ...
-    @_builtins.property
-    def artifacts(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.ProfileArtifact]: ...
-    @_builtins.property
-    def changes(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.ChangeResult]: ...
     def __init__(
         self,
         *,
-        participant_id: _builtins.str = ...,
-        ok: _builtins.bool = ...,
-        error: _admin_pb2.ParticipantError | None = ...,
-        read_back: Global___ParticipantReadBack | None = ...,
-        verified_by: _admin_pb2.VerificationMethod.ValueType = ...,
         drained: _builtins.int = ...,
         aborted: _builtins.int = ...,
         kept: _builtins.int = ...,
         resumed: _builtins.int = ...,
-        caches: _abc.Iterable[_admin_pb2.CacheResult] | None = ...,
-        resources: _abc.Iterable[_admin_pb2.ResourceAmount] | None = ...,
-        artifacts: _abc.Iterable[_admin_pb2.ProfileArtifact] | None = ...,
-        changes: _abc.Iterable[_admin_pb2.ChangeResult] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "read_back", b"read_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "artifacts", b"artifacts", "caches", b"caches", "changes", b"changes", "drained", b"drained", "error", b"error", "kept", b"kept", "ok", b"ok", "participant_id", b"participant_id", "read_back", b"read_back", "resources", b"resources", "resumed", b"resumed", "verified_by", b"verified_by"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "drained", b"drained", "kept", b"kept", "resumed", b"resumed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ParticipantStepResult: _TypeAlias = ParticipantStepResult  # noqa: Y015
+Global___WorkCounts: _TypeAlias = WorkCounts  # noqa: Y015
+
+@_typing.final
+class ParticipantOutcome(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTICIPANT_ID_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    CACHES_FIELD_NUMBER: _builtins.int
+    AMOUNTS_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    ARTIFACTS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    VERIFIED_BY_FIELD_NUMBER: _builtins.int
+    participant_id: _builtins.str
+    changed: _builtins.bool
+    """Whether its state may differ from before the step."""
+    weight_version: _builtins.str
+    content_digest: _builtins.bytes
+    verified_by: _admin_pb2.VerificationMethod.ValueType
+    @_builtins.property
+    def error(self) -> _admin_pb2.ParticipantError:
+        """Unset on success."""
+
+    @_builtins.property
+    def caches(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.CacheResult]: ...
+    @_builtins.property
+    def amounts(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.ResourceAmount]: ...
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.ChangeResult]: ...
+    @_builtins.property
+    def artifacts(self) -> _containers.RepeatedCompositeFieldContainer[_admin_pb2.ProfileArtifact]: ...
+    def __init__(
+        self,
+        *,
+        participant_id: _builtins.str = ...,
+        error: _admin_pb2.ParticipantError | None = ...,
+        changed: _builtins.bool = ...,
+        caches: _abc.Iterable[_admin_pb2.CacheResult] | None = ...,
+        amounts: _abc.Iterable[_admin_pb2.ResourceAmount] | None = ...,
+        changes: _abc.Iterable[_admin_pb2.ChangeResult] | None = ...,
+        artifacts: _abc.Iterable[_admin_pb2.ProfileArtifact] | None = ...,
+        weight_version: _builtins.str = ...,
+        content_digest: _builtins.bytes = ...,
+        verified_by: _admin_pb2.VerificationMethod.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amounts", b"amounts", "artifacts", b"artifacts", "caches", b"caches", "changed", b"changed", "changes", b"changes", "content_digest", b"content_digest", "error", b"error", "participant_id", b"participant_id", "verified_by", b"verified_by", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParticipantOutcome: _TypeAlias = ParticipantOutcome  # noqa: Y015
