@@ -72,6 +72,7 @@ proto-check: $(DEV)  ## fail if the checked-in bindings are not what the protos 
 	$(BIN)/python tools/gen_proto.py --check
 
 docs: $(DEV)  ## build the documentation site into site/
+	$(BIN)/python tools/gen_settings.py
 	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/python -m pip install --quiet --require-hashes -r requirements/docs.txt
 	$(BIN)/python -m mkdocs build --strict
 

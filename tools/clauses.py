@@ -1,7 +1,7 @@
 """Print one line per clause of the contract: ``EN-31 tested PATH::TEST`` or ``EN-31 missing``.
 
-Tested means: a test that names the clause ran and passed in its last run. ``--strict EN`` makes a missing clause of that
-family an error; ``--strict all`` of any family.
+Tested means: a test that names the clause ran and passed in its last run. ``--strict EN`` makes a missing clause of
+that family an error; ``--strict all`` of any family.
 """
 
 from __future__ import annotations
