@@ -1,16 +1,18 @@
 """The one Protocol that every engine adapter serves, and what an adapter may ask of its surroundings.
 
-Theory of operation. An adapter is one instance of one engine kind on one Node: a **provider**. The Node creates it from
-an :class:`iop.wire.messages.AdapterConfig`, starts it inside a task group of its own, hands it work, and closes it.
+Theory of operation. An adapter is one instance of one engine kind on one Node: a **provider**. The Node
+creates it from an :class:`iop.wire.messages.AdapterConfig`, starts it inside a task group of its own, hands
+it work, and closes it.
 
-* **Tunnels** are callbacks from first to last byte: :meth:`Adapter.open_tunnel` returns at once, and engine bytes go from
-  the engine's socket callback to ``TunnelStream.send_body``. No task and no queue per chunk.
+* **Tunnels** are callbacks from first to last byte: :meth:`Adapter.open_tunnel` returns at once, and engine
+  bytes go from the engine's socket callback to ``TunnelStream.send_body``. No task and no queue per chunk.
 * **Runs** are one coroutine each, owned by the Node.
-* **Admin steps** are the operation core's own :class:`iop.admin.steps.StepCall`; success is what was read back (AD-37).
+* **Admin steps** are the operation core's own :class:`iop.admin.steps.StepCall`; success is what was read
+  back (AD-37).
 
-The streams below are Protocols of our own: the connection's classes satisfy them, and so does any test double. An adapter
-owes each stream exactly one terminal, also after a cancel (EN-52, EN-56), and keeps its gate slot until nothing of the
-work is left at the engine.
+The streams below are Protocols of our own: the connection's classes satisfy them, and so does any test
+double. An adapter owes each stream exactly one terminal, also after a cancel (EN-52, EN-56), and keeps its
+gate slot until nothing of the work is left at the engine.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class TunnelStream(Protocol):
         ...
 
     def bind(self, *, on_cancel: Callable[[CancelReason], None], on_writable: Callable[[], None]) -> None:
-        """Install callbacks; ``on_cancel`` comes at most once, ``on_writable`` when credit is above zero again."""
+        """Install callbacks; ``on_cancel`` comes at most once, ``on_writable`` when credit is above zero
+        again.
+        """
         ...
 
     def start(self, *, status: int, headers: Sequence[Header], framing: BodyFraming) -> None:
@@ -111,7 +115,8 @@ class AdapterServices:
 
     Attributes:
         clock: the only source of time.
-        on_change: say that the snapshot or the participants changed; level-triggered, cheap, may be called often.
+        on_change: say that the snapshot or the participants changed; level-triggered, cheap, may be called
+            often.
     """
 
     clock: Clock
@@ -214,7 +219,9 @@ class Adapter(Protocol):
         ...
 
     async def probe(self) -> None:
-        """Ask the engine how it is and refresh snapshot, capabilities and participants. Bounded; never raises."""
+        """Ask the engine how it is and refresh snapshot, capabilities and participants. Bounded; never
+        raises.
+        """
         ...
 
     def open_tunnel(self, stream: TunnelStream, on_done: Callable[[], None]) -> None:
@@ -230,8 +237,8 @@ class Adapter(Protocol):
     async def run(self, stream: RunStream) -> None:
         """Serve one normalised run to its terminal event; returns when nothing of it is left at the engine.
 
-        Never raises but `CancelledError`, after which the engine's request is cancelled as well. The adapter binds the
-        stream; on its cancel it ends the engine's request and emits CANCELLED (EN-40, EN-56).
+        Never raises but `CancelledError`, after which the engine's request is cancelled as well. The adapter
+        binds the stream; on its cancel it ends the engine's request and emits CANCELLED (EN-40, EN-56).
         """
         ...
 
@@ -240,7 +247,9 @@ class Adapter(Protocol):
         ...
 
     async def terminate_session(self, session_id: SessionId) -> None:
-        """Drop what the engine keeps for this session; its runs were cancelled before. Unknown: no-op (EN-70)."""
+        """Drop what the engine keeps for this session; its runs were cancelled before. Unknown: no-op
+        (EN-70).
+        """
         ...
 
     def participants(self) -> Sequence[ParticipantInfo]:
@@ -261,5 +270,48 @@ class Adapter(Protocol):
         ...
 
     async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
-        """Ask the engine how these stand now, one answer per id in order; unreachable is an answer. Bounded."""
+        """Ask the engine how these stand now, one answer per id in order; unreachable is an answer.
+        Bounded.
+        """
+        ...
+
+
+class EngineControl(Protocol):
+    """The admin half of an adapter, for engines whose control interface stands beside their inference one.
+
+    Methods are those of :class:`Adapter`.
+    """
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Open the control connection; an unreachable engine is no error."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close it."""
+        ...
+
+    async def probe(self) -> None:
+        """Refresh participants and weight version. Bounded; never raises."""
+        ...
+
+    def weight_version(self) -> str:
+        """The published label as of the last probe or step; empty when unknown or not the same on all
+        ranks.
+        """
+        ...
+
+    def participants(self) -> Sequence[ParticipantInfo]:
+        """As of the last probe."""
+        ...
+
+    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
+        """As :meth:`Adapter.execute_step`."""
+        ...
+
+    async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
+        """As :meth:`Adapter.read_back`."""
+        ...
+
+    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
+        """As :meth:`Adapter.open_artifact`."""
         ...

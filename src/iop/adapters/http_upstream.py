@@ -1,17 +1,20 @@
-"""A lean streaming HTTP/1.1 client for the relay path: engine bytes go from socket callback to sink, nothing in between.
+"""A lean streaming HTTP/1.1 client for the relay path: engine bytes go from socket callback to sink, nothing
+in between.
 
-Theory of operation. A :class:`HttpUpstream` is one origin with a pool of kept-alive connections. A request is one
-:class:`HttpExchange`; its :class:`ResponseSink` is called synchronously from the socket's read turn, once per read however
-many HTTP chunks the read held. There is no task per request once a connection exists, none per chunk ever; only dialling
-is a task. The sink stops the reading of its own connection by answering ``False`` from ``on_body`` and starts it again by
-``HttpExchange.resume`` (EN-102).
+Theory of operation. A :class:`HttpUpstream` is one origin with a pool of kept-alive connections. A request
+is one :class:`HttpExchange`; its :class:`ResponseSink` is called synchronously from the socket's read turn,
+once per read however many HTTP chunks the read held. There is no task per request once a connection exists,
+none per chunk ever; only dialling is a task. The sink stops the reading of its own connection by answering
+``False`` from ``on_body`` and starts it again by ``HttpExchange.resume`` (EN-102).
 
-Strictness. A connection goes back into the pool only after a whole answer to a whole request with nothing behind it.
-Nothing is ever sent twice: a pooled connection is tested for readability (end of file, stray bytes) before its use, and a
-request of which a byte was written fails rather than moves to another connection (EN-112). Everything a peer can grow is
-bounded: the head, trailers and chunk extensions, idle connections, every wait before the first byte.
+Strictness. A connection goes back into the pool only after a whole answer to a whole request with nothing
+behind it. Nothing is ever sent twice: a pooled connection is tested for readability (end of file, stray
+bytes) before its use, and a request of which a byte was written fails rather than moves to another
+connection (EN-112). Everything a peer can grow is bounded: the head, trailers and chunk extensions, idle
+connections, every wait before the first byte.
 
-The choice of httptools over a full client library is measured in ``docs/decisions/0301-node-upstream-http.md``.
+The choice of httptools over a full client library is measured in
+``docs/decisions/0301-node-upstream-http.md``.
 """
 
 from __future__ import annotations
@@ -35,11 +38,12 @@ READ_BYTES: Final = 64 * 1024
 """One read. It is also how far a stream may overrun its credit (EN-102); smaller costs system calls."""
 
 HEAD_BYTES_MAX: Final = 64 * 1024
-"""Largest response head, and largest run of framing bytes without any body; beyond it the engine is broken."""
+"""Largest response head, and largest run of framing bytes without any body; beyond it the engine is
+broken."""
 
 IDLE_TIMEOUT_S: Final = 3.0
-"""How long a connection is kept unused. Common engine servers close theirs after 5 s: reusing one later than that races
-with its close and would fail a request that cannot be sent again."""
+"""How long a connection is kept unused. Common engine servers close theirs after 5 s: reusing one later than
+that races with its close and would fail a request that cannot be sent again."""
 
 IDLE_CONNECTIONS_MAX: Final = 64
 """Kept-alive connections per origin. More only costs sockets; fewer costs dials after a burst."""
@@ -48,7 +52,8 @@ CONNECT_TIMEOUT_S: Final = 10.0
 """Until an engine must have accepted a connection. Engines are near: longer only hides a dead one."""
 
 HEADERS_TIMEOUT_S: Final = 600.0
-"""Until response headers must have come when the request says nothing itself; a long prefill takes minutes."""
+"""Until response headers must have come when the request says nothing itself; a long prefill takes
+minutes."""
 
 BODY_SLICE_BYTES: Final = 256 * 1024
 """Request bodies are written in slices of this size, each after the socket took the last."""
@@ -129,11 +134,17 @@ class Origin:
             parts = urlsplit(endpoint)
             port = parts.port
         except ValueError as exc:
-            raise InvalidRequest("endpoint: not a URL; write http://HOST:PORT", reason="BAD_ENDPOINT") from exc
+            raise InvalidRequest(
+                "endpoint: not a URL; write http://HOST:PORT", reason="BAD_ENDPOINT"
+            ) from exc
         if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise InvalidRequest("endpoint: write http://HOST:PORT or https://HOST:PORT", reason="BAD_ENDPOINT")
+            raise InvalidRequest(
+                "endpoint: write http://HOST:PORT or https://HOST:PORT", reason="BAD_ENDPOINT"
+            )
         if parts.username is not None or parts.query or parts.fragment:
-            raise InvalidRequest("endpoint: no user, query or fragment; use api_key for a credential", reason="BAD_ENDPOINT")
+            raise InvalidRequest(
+                "endpoint: no user, query or fragment; use api_key for a credential", reason="BAD_ENDPOINT"
+            )
         is_tls = parts.scheme == "https"
         default_port = 443 if is_tls else 80
         host = parts.hostname
@@ -143,7 +154,9 @@ class Origin:
         try:
             host_header = shown.encode("ascii")
         except UnicodeEncodeError as exc:
-            raise InvalidRequest("endpoint: write the host in ASCII (punycode)", reason="BAD_ENDPOINT") from exc
+            raise InvalidRequest(
+                "endpoint: write the host in ASCII (punycode)", reason="BAD_ENDPOINT"
+            ) from exc
         return Origin(
             host=host,
             port=port or default_port,
@@ -237,6 +250,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._is_complete = False
         self._is_interim = False
         self._is_poisoned = False
+        self._is_kept_alive = False
         self._is_paused = False
         self._is_write_paused = False
         self._unframed_bytes = 0
@@ -295,13 +309,15 @@ class _Connection(asyncio.BufferedProtocol):
         self._pool.forget(self)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange._connection = None  # noqa: SLF001 - one state in two objects
+            exchange._connection = None
             if exc is None and self._is_head_done and self._framing is BodyFraming.CLOSE:
                 self._end(exchange)
             elif self._is_head_done:
                 exchange.fail(UpstreamFailure.TRUNCATED, "the engine closed the connection inside its answer")
             else:
-                exchange.fail(UpstreamFailure.UPSTREAM_ERROR, "the engine closed the connection without an answer")
+                exchange.fail(
+                    UpstreamFailure.UPSTREAM_ERROR, "the engine closed the connection without an answer"
+                )
         if self._on_dropped is not None:
             self._on_dropped()
             self._on_dropped = None
@@ -328,16 +344,17 @@ class _Connection(asyncio.BufferedProtocol):
         self._is_head_done = True
         self._unframed_bytes = 0
         self._framing = _framing(exchange.request.method, status, headers)
-        sink = exchange._sink  # noqa: SLF001 - one state in two objects
+        sink = exchange._sink
         if sink is None:
             return
-        exchange._is_started = True  # noqa: SLF001
-        if exchange._timer is not None:  # noqa: SLF001
-            exchange._timer.cancel()  # noqa: SLF001
-            exchange._timer = None  # noqa: SLF001
+        exchange._is_started = True
+        if exchange._timer is not None:
+            exchange._timer.cancel()
+            exchange._timer = None
         sink.on_start(status, headers, self._framing)
         if exchange.request.method == b"HEAD":
-            # The parser cannot be told that no body follows: the answer ends here, and so does this connection.
+            # The parser cannot be told that no body follows: the answer ends here, and so does this
+            # connection.
             self._is_complete = True
             self._is_poisoned = True
 
@@ -350,14 +367,16 @@ class _Connection(asyncio.BufferedProtocol):
             self._is_interim = False
         elif self._is_head_done:
             self._is_complete = True
+            # The parser knows this only now; after the message it judges the next one.
+            self._is_kept_alive = self._parser.should_keep_alive()
 
     # -- for the pool and the exchange --
 
     def send(self, exchange: HttpExchange, head: bytes) -> None:
         """Write one request; the connection is idle and open."""
         self._exchange = exchange
-        exchange._connection = self  # noqa: SLF001 - one state in two objects
-        exchange._is_sent = True  # noqa: SLF001
+        exchange._connection = self
+        exchange._is_sent = True
         self._is_head_done = False
         self._is_complete = False
         self._unframed_bytes = 0
@@ -365,7 +384,8 @@ class _Connection(asyncio.BufferedProtocol):
         assert transport is not None
         body = exchange.request.body
         if len(body) == 1 and len(body[0]) <= READ_BYTES:
-            # One write: a second one would wait for the first's acknowledgement on some stacks, and costs a system call.
+            # One write: a second one would wait for the first's acknowledgement on some stacks, and costs a
+            # system call.
             transport.write(head + body[0])
             return
         transport.write(head)
@@ -407,7 +427,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _deliver(self, exchange: HttpExchange) -> None:
         """Hand over what this read held, as one piece."""
         parts = self._parts
-        sink = exchange._sink  # noqa: SLF001 - one state in two objects
+        sink = exchange._sink
         if not parts or sink is None:
             return
         self._parts = []
@@ -419,9 +439,9 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _finish(self, exchange: HttpExchange) -> None:
         """The answer is whole: end the exchange, then keep the connection or close it."""
-        is_reusable = not self._is_poisoned and not self._unsent and self._parser.should_keep_alive()
+        is_reusable = not self._is_poisoned and not self._unsent and self._is_kept_alive
         self._exchange = None
-        exchange._connection = None  # noqa: SLF001 - one state in two objects
+        exchange._connection = None
         if is_reusable:
             self.resume()
             self._pool.keep(self)
@@ -431,7 +451,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     @staticmethod
     def _end(exchange: HttpExchange) -> None:
-        sink = exchange._settle()  # noqa: SLF001 - one state in two objects
+        sink = exchange._settle()
         if sink is not None:
             sink.on_end()
             sink.on_closed()
@@ -491,7 +511,7 @@ class HttpUpstream:
         for exchange in tuple(self._exchanges_dialling):
             exchange.cancel()
         for connection in tuple(self._all):
-            exchange_or_none = connection._exchange  # noqa: SLF001 - one state in two objects
+            exchange_or_none = connection._exchange
             if exchange_or_none is not None:
                 exchange_or_none.cancel()
             else:
@@ -516,8 +536,9 @@ class HttpUpstream:
         if self._tasks is None or self._loop is None:
             raise Unavailable("the adapter is closed")
         exchange = HttpExchange(request, sink)
-        exchange._timer = self._loop.call_later(  # noqa: SLF001 - one state in two objects
-            request.headers_timeout_s, exchange._on_headers_timeout  # noqa: SLF001
+        exchange._timer = self._loop.call_later(
+            request.headers_timeout_s,
+            exchange._on_headers_timeout,
         )
         connection = self._checkout()
         if connection is not None:
@@ -606,7 +627,8 @@ class HttpUpstream:
                 )
         except TimeoutError:
             exchange.fail(
-                UpstreamFailure.CONNECT_FAILED, f"the engine accepted no connection within {self._connect_timeout_s:g} s"
+                UpstreamFailure.CONNECT_FAILED,
+                f"the engine accepted no connection within {self._connect_timeout_s:g} s",
             )
             return
         except ssl.SSLCertVerificationError:
@@ -637,7 +659,12 @@ class HttpUpstream:
         origin = self._origin
         lines = [
             b"%b %b%b HTTP/1.1\r\nHost: %b\r\n"
-            % (request.method, origin.base_path.encode("ascii", "surrogateescape"), request.path, origin.host_header)
+            % (
+                request.method,
+                origin.base_path.encode("ascii", "surrogateescape"),
+                request.path,
+                origin.host_header,
+            )
         ]
         lines += [b"%b: %b\r\n" % header for header in request.headers]
         size = sum(map(len, request.body))
@@ -711,7 +738,11 @@ def client_ssl_context(ca_pem: bytes) -> ssl.SSLContext:
         InvalidRequest: not a PEM certificate.
     """
     try:
-        return ssl.create_default_context(cadata=ca_pem.decode("ascii")) if ca_pem else ssl.create_default_context()
+        return (
+            ssl.create_default_context(cadata=ca_pem.decode("ascii"))
+            if ca_pem
+            else ssl.create_default_context()
+        )
     except (ssl.SSLError, ValueError) as exc:
         raise InvalidRequest("tls.ca: not a PEM certificate", reason="BAD_CA") from exc
 

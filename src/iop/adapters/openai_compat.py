@@ -1,0 +1,309 @@
+"""Any engine that speaks OpenAI's HTTP: tunnels byte for byte, no control beyond what `engine_control`
+brings.
+
+It also carries the tunnels of the HTTP engines that have a native control interface; what that could do is
+then not offered, and the capabilities say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from iop.adapters.base import (
+    AdapterCapabilities,
+    AdapterServices,
+    AdapterSnapshot,
+    Category,
+    EngineControl,
+    Health,
+    RunStream,
+    TunnelStream,
+)
+from iop.adapters.http_tunnel import HttpTunnel, engine_headers, refuse_tunnel
+from iop.adapters.http_upstream import (
+    CONNECT_TIMEOUT_S,
+    HEADERS_TIMEOUT_S,
+    HttpRequest,
+    HttpUpstream,
+    Origin,
+    UpstreamError,
+    UpstreamFailure,
+    client_ssl_context,
+)
+from iop.adapters.profiles import (
+    DEFAULT_PROFILE,
+    ForbiddenPathError,
+    UnknownOperationError,
+    is_plain_path,
+    resolve,
+)
+from iop.admin.participant import ProgressSink
+from iop.admin.profile import ParticipantInfo
+from iop.admin.steps import ParticipantReadBack, StepCall, StepResult
+from iop.core.errors import InvalidRequest, IopError, Unavailable, Unsupported
+from iop.core.ids import ParticipantId, SessionId
+from iop.wire.messages import (
+    AdapterConfig,
+    Header,
+    OpenAICompatSettings,
+    RunEvent,
+    RunEventType,
+    StreamError,
+    StreamErrorCode,
+)
+
+_log = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S: Final = 5.0
+"""A model list is answered from memory; an engine that takes longer is not well."""
+
+PROBE_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Largest model list; some aggregators list thousands of models."""
+
+MODELS_MAX: Final = 1024
+"""Most model names kept for the snapshot."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Model]
+
+
+class OpenAICompatAdapter:
+    """One OpenAI-compatible endpoint.
+
+    Args:
+        config: its adapter config; the type may be any kind that is tunnelled to over HTTP.
+        services: the Node's clock and change signal.
+        control: the engine's control interface, when it has one.
+
+    Raises:
+        InvalidRequest: the config cannot work; names key and fix.
+    """
+
+    def __init__(
+        self, config: AdapterConfig, services: AdapterServices, *, control: EngineControl | None = None
+    ) -> None:
+        settings = config.settings
+        if not isinstance(settings, OpenAICompatSettings):
+            raise InvalidRequest(
+                f"adapter {config.name!r}: type {config.type} needs an endpoint", reason="NO_ENDPOINT"
+            )
+        self._config = config
+        self._services = services
+        self._control = control
+        self._profile = settings.protocol_profile or DEFAULT_PROFILE
+        for name, operation in self._profile.operations.items():
+            if operation.method not in {"GET", "POST"} or not is_plain_path(operation.path):
+                raise InvalidRequest(
+                    f"adapter {config.name!r}: profile operation {name!r} needs GET or POST and a plain path",
+                    reason="BAD_PROFILE",
+                )
+        origin = Origin.parse(settings.endpoint)
+        self._upstream = HttpUpstream(
+            origin,
+            ssl_context=client_ssl_context(settings.tls_ca_pem) if origin.is_tls else None,
+            connect_timeout_s=settings.connect_timeout_sec or CONNECT_TIMEOUT_S,
+        )
+        self._credentials = _credentials(settings.api_key, self._profile.name)
+        self._health = Health.UNKNOWN
+        self._reason = "not probed yet"
+        self._models: tuple[str, ...] = ()
+
+    @property
+    def capabilities(self) -> AdapterCapabilities:
+        """Tunnels for the profile's operations; admin only through `engine_control`."""
+        refusal = ""
+        if self._control is None:
+            refusal = (
+                f"adapter {self._config.name!r} of type {self._config.type} has no control interface; "
+                "give the engine's OpenEngineAdmin as `admin` if it serves one"
+            )
+        return AdapterCapabilities(
+            kind=self._config.type,
+            category=Category.LOCAL_INFERENCE if self._config.type in _LOCAL_TYPES else Category.API,
+            tunnels=True,
+            operations=frozenset(self._profile.operations),
+            admin=self._control is not None,
+            admin_refusal=refusal,
+        )
+
+    def snapshot(self) -> AdapterSnapshot:
+        """From the last probe and the requests since."""
+        version = self._control.weight_version() if self._control is not None else ""
+        return AdapterSnapshot(
+            health=self._health, reason=self._reason, models=self._models, weight_version=version
+        )
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Open for requests; the first probe is the Node's to ask for."""
+        self._upstream.start(tasks)
+        if self._control is not None:
+            await self._control.start(tasks)
+
+    async def aclose(self) -> None:
+        """Close connections; tunnels under way end as cancelled."""
+        await self._upstream.aclose()
+        if self._control is not None:
+            await self._control.aclose()
+
+    async def probe(self) -> None:
+        """Ask for the model list: any HTTP answer shows that somebody is there."""
+        operation = self._profile.operations.get("models")
+        request = HttpRequest(
+            method=b"GET",
+            path=operation.path.encode("ascii") if operation is not None else b"/v1/models",
+            headers=[(b"Accept", b"application/json"), *self._credentials],
+            headers_timeout_s=PROBE_TIMEOUT_S,
+        )
+        try:
+            response = await self._upstream.fetch(request, body_bytes_max=PROBE_BYTES_MAX)
+        except IopError as exc:
+            self._observe(Health.OFFLINE, exc.message)
+        else:
+            if response.status in {401, 403}:
+                self._observe(Health.NOT_READY, "the engine refuses the configured api_key")
+            elif response.status >= 500:
+                self._observe(Health.NOT_READY, f"the engine answers {response.status} to a model list")
+            else:
+                if response.status == 200:
+                    self._models = _model_names(response.body)
+                self._observe(Health.READY, "")
+        if self._control is not None:
+            await self._control.probe()
+
+    def open_tunnel(self, stream: TunnelStream, on_done: Callable[[], None]) -> None:
+        """Send one request to the engine and its answer back, byte for byte (EN-50 to EN-57)."""
+        request = stream.request
+        try:
+            method, path = resolve(self._profile, request)
+            headers = engine_headers(request.headers)
+        except UnknownOperationError:
+            operation = request.operation[:64]
+            refuse_tunnel(
+                stream,
+                StreamErrorCode.UNKNOWN_OPERATION,
+                f"the provider's profile has no operation {operation!r}",
+            )
+            on_done()
+            return
+        except ForbiddenPathError:
+            refuse_tunnel(stream, StreamErrorCode.INVALID_REQUEST, "this path cannot be used on a provider")
+            on_done()
+            return
+        except ValueError as exc:
+            refuse_tunnel(stream, StreamErrorCode.INVALID_REQUEST, str(exc))
+            on_done()
+            return
+        headers += self._credentials
+        tunnel = HttpTunnel(stream, on_done=on_done, on_outcome=self._on_outcome)
+        try:
+            tunnel.open(
+                self._upstream.request,
+                HttpRequest(
+                    method=method,
+                    path=path,
+                    headers=headers,
+                    body=stream.body,
+                    headers_timeout_s=request.timeout_sec or HEADERS_TIMEOUT_S,
+                ),
+            )
+        except Unavailable as exc:
+            refuse_tunnel(stream, StreamErrorCode.CONNECT_FAILED, exc.message, retryable=True)
+            on_done()
+
+    async def run(self, stream: RunStream) -> None:
+        """Not offered: a tunnel serves these engines better."""
+        stream.emit(
+            RunEvent(
+                type=RunEventType.ERROR,
+                error=StreamError(
+                    code=StreamErrorCode.INVALID_REQUEST,
+                    message=f"providers of type {self._config.type} serve tunnels, not runs",
+                    before_start=True,
+                ),
+            )
+        )
+
+    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
+        """From the control interface, where there is one."""
+        if self._control is None:
+            refuse_tunnel(stream, StreamErrorCode.INVALID_REQUEST, "this provider has no artifacts")
+            on_done()
+            return
+        self._control.open_artifact(uri, stream, on_done)
+
+    async def terminate_session(self, session_id: SessionId) -> None:
+        """Nothing to end: these engines keep no sessions."""
+
+    def participants(self) -> Sequence[ParticipantInfo]:
+        """The engine's ranks, if its control interface tells them."""
+        return self._control.participants() if self._control is not None else ()
+
+    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
+        """By the control interface. Raises Unsupported without one."""
+        if self._control is None:
+            raise Unsupported(self.capabilities.admin_refusal, reason="NO_ADMIN")
+        return await self._control.execute_step(call, report)
+
+    async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
+        """By the control interface; without one nobody can be asked."""
+        if self._control is None:
+            return [ParticipantReadBack(participant_id=each, reachable=False) for each in participant_ids]
+        return await self._control.read_back(participant_ids)
+
+    def _on_outcome(self, error: UpstreamError | None) -> None:
+        """What a request shows of the engine's health, between probes."""
+        if error is None:
+            if self._health is Health.OFFLINE:
+                self._observe(Health.READY, "")
+        elif error.failure is UpstreamFailure.CONNECT_FAILED:
+            self._observe(Health.OFFLINE, error.message)
+
+    def _observe(self, health: Health, reason: str) -> None:
+        if (health, reason) == (self._health, self._reason):
+            return
+        _log.info(
+            "adapter.health_changed adapter=%s from=%s to=%s reason=%s",
+            self._config.name,
+            self._health.value,
+            health.value,
+            reason,
+        )
+        self._health = health
+        self._reason = reason
+        self._services.on_change()
+
+
+_LOCAL_TYPES: Final = frozenset({"vllm", "sglang", "trtllm", "llamacpp"})
+
+
+def _credentials(api_key: str, profile_name: str) -> list[Header]:
+    """The engine's own credential, in the header that its dialect reads."""
+    if not api_key:
+        return []
+    try:
+        key = api_key.encode("ascii")
+    except UnicodeEncodeError:
+        key = b""
+    if not key or (not key.isalnum() and any(byte < 0x21 or byte > 0x7E for byte in key)):
+        raise InvalidRequest("api_key: must be printable ASCII without spaces", reason="BAD_API_KEY")
+    if profile_name == "anthropic":
+        return [(b"x-api-key", key)]
+    return [(b"Authorization", b"Bearer " + key)]
+
+
+def _model_names(body: bytes) -> tuple[str, ...]:
+    try:
+        listing = msgspec.json.decode(body, type=_ModelList)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
+        return ()
+    return tuple(model.id[:256] for model in listing.data[:MODELS_MAX])

@@ -1,0 +1,1 @@
+"""Fakes and shared suites for tests; nothing else imports them."""
