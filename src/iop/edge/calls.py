@@ -145,5 +145,5 @@ class RunCall:
 Call: TypeAlias = TunnelCall | RunCall
 
 PrepareCall: TypeAlias = Callable[[ServedTarget], Call]
-"""Builds the call under the lease. Called once per attempt, synchronously. May raise ``IopError`` (e.g. Unsupported: the
-target cannot say what was asked); the lease then comes back and the error reaches the caller of ``dispatch``."""
+"""Builds the call under the lease. Called once per attempt, synchronously. May raise ``IopError`` (e.g. Unsupported:
+the target cannot say what was asked); the lease then comes back and the error reaches the caller of ``dispatch``."""

@@ -78,9 +78,8 @@ class Dispatcher:
     async def dispatch(self, request: DispatchRequest, prepare: PrepareCall) -> DispatchHandle:
         """Dispatch a request.
 
-        Returns when the stream was opened on a Node; the answer then comes to the sink of the prepared call, whose
-        methods may be called before this returns the handle only if the connection is lost at once. With a free slot
-        nothing is awaited. An attempt that provably never reached its Node is repeated behind the scenes (EN-112):
+        Returns when the stream was opened on a Node; the answer comes to the sink of the prepared call in later turns
+        of the loop, never before this returned. With a free slot nothing is awaited. An attempt that provably never reached its Node is repeated behind the scenes (EN-112):
         ``prepare`` is then called again and ``handle.target`` changes; the sink of the failed attempt gets nothing.
 
         Sink errors: ``StreamError.code`` is the stable reason (``node_lost``, ``timeout``, ``aborted_by_admin``,

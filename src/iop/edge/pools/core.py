@@ -1,0 +1,739 @@
+"""The pools themselves: providers, leases, queues and gates as one state machine.
+
+Invariant, after every call: no waiter stands in a queue while a slot that it fits is free. All calls that free a slot
+or open a gate therefore pump before they return, and an arrival may take a free slot at once: had anybody who fits it
+been waiting, it would not be free.
+
+A pump looks only at the heads of the classes of the models that the touched providers serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from math import ceil
+
+from iop.core.ids import Generation, LeaseId, ModelId, NodeId
+from iop.edge.calls import PRIORITY_MAX, PRIORITY_MIN, ProviderKey, Route, ServedTarget
+from iop.edge.pools.breaker import Breaker, Verdict
+from iop.edge.pools.gates import OPEN_GATE, RECONCILE_GATE, GateMode, ProviderGate
+from iop.edge.pools.leases import Lease, LeaseBook, LeaseKind
+from iop.edge.pools.model import (
+    CandidateView,
+    Demand,
+    Denied,
+    Granted,
+    ModelFigures,
+    ProviderFigures,
+    Refusal,
+    RefusalReason,
+    Settlement,
+    WaiterId,
+    Waiting,
+)
+from iop.edge.pools.queue import ClassKey, Condition, ModelQueue, WaitClass, Waiter
+from iop.edge.pools.selection import Affinities, Candidate, choose
+from iop.edge.snapshot import AdapterSpec, EdgeSnapshot, ModelSpec, PoolMember
+
+RETRY_AFTER_MAX_S = 60.0
+"""Callers are not sent away for longer: the fleet may have changed by then."""
+
+
+def opaque_name(key: ProviderKey) -> str:
+    """A stable name that tells callers providers apart and nothing else (EN-04, SF-13)."""
+    return "p-" + sha256(f"{key.node}\0{key.provider}".encode()).hexdigest()[:10]
+
+
+@dataclass(slots=True, kw_only=True)
+class Provider:
+    """One resource over all its generations (EN-92).
+
+    Attributes:
+        generation: of the Node that is activated now; ``None`` while it is away.
+        overrides: values that reconfiguration put over the file's (AD-47).
+        passed_over: picks that the long (True) or short (False) head lost to the other in a row (EN-111).
+    """
+
+    key: ProviderKey
+    name: str
+    spec: AdapterSpec
+    breaker: Breaker
+    generation: Generation | None = None
+    gate: ProviderGate = OPEN_GATE
+    busy_until: float = 0.0
+    last_picked: int = 0
+    is_configured: bool = True
+    models: tuple[ModelId, ...] = ()
+    capacity_override: int | None = None
+    long_capacity_override: int | None = None
+    enabled_override: bool | None = None
+    passed_over: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+
+    @property
+    def capacity(self) -> int:
+        """Configured or reconfigured slots."""
+        return self.spec.capacity if self.capacity_override is None else self.capacity_override
+
+    @property
+    def long_capacity(self) -> int:
+        """How many of them may be long."""
+        own = self.spec.long_capacity if self.long_capacity_override is None else self.long_capacity_override
+        return min(own, self.capacity)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the config, or who reconfigured it, wants it used."""
+        wanted = self.spec.enabled if self.enabled_override is None else self.enabled_override
+        return self.is_configured and wanted
+
+    @property
+    def is_live(self) -> bool:
+        """There, and wanted; gates and load aside."""
+        return self.generation is not None and self.is_enabled
+
+    def serves(self, key: ClassKey) -> bool:
+        """Whether it could ever take a demand of this class."""
+        operations = self.spec.operations
+        if operations is not None and key.operation not in operations:
+            return False
+        return not key.is_long or self.long_capacity > 0
+
+
+class Pools:
+    """All providers and all queues of one Edge.
+
+    Args:
+        snapshot: the first configuration; every provider starts away.
+        now: monotonic seconds.
+    """
+
+    def __init__(self, snapshot: EdgeSnapshot, *, now: float) -> None:
+        self.leases = LeaseBook()
+        self.steps = 0
+        """Heads examined by pumps: the cost that must not grow with waiters that cannot run (EN-110)."""
+        self._snapshot = snapshot
+        self._providers: dict[ProviderKey, Provider] = {}
+        self._queues: dict[ModelId, ModelQueue] = {}
+        self._members: dict[ModelId, tuple[tuple[PoolMember, Provider], ...]] = {}
+        self._where: dict[WaiterId, tuple[ModelId, ClassKey]] = {}
+        self._affinities = Affinities()
+        self._next_waiter = 0
+        self._picks = 0
+        self.apply_snapshot(snapshot, now=now)
+
+    # ---- demands ----
+
+    def acquire(self, demand: Demand, *, now: float) -> Lease | Waiting | Refusal:
+        """Take a lease at once, or wait, or hear why neither."""
+        model = self._snapshot.models.get(demand.model)
+        if model is None:
+            return Refusal(reason=RefusalReason.MODEL_NOT_FOUND)
+        key = ClassKey(demand.is_long, demand.operation)
+        lease = self._take_free(model, key, demand, now)
+        if lease is not None:
+            return lease
+        refusal = self._unservable(model, key)
+        if refusal is not None:
+            return refusal
+        condition = self._condition(model.id, key, now)
+        if condition is Condition.REJECTING:
+            return self._refusal(model, RefusalReason.PAUSED)
+        queue = self._queues[model.id]
+        if queue.depth >= model.queue.max_waiters:
+            return self._refusal(model, RefusalReason.QUEUE_FULL)
+        return self._enqueue(queue, key, demand, condition, now)
+
+    def acquire_again(self, demand: Demand, number: int, *, now: float) -> Lease | Waiting | Refusal:
+        """As :meth:`acquire` for a request whose attempt provably never reached its Node (EN-112).
+
+        It goes before all others of its priority and is not refused for a full queue: it had its place already.
+        """
+        model = self._snapshot.models.get(demand.model)
+        if model is None:
+            return Refusal(reason=RefusalReason.MODEL_NOT_FOUND)
+        key = ClassKey(demand.is_long, demand.operation)
+        lease = self._take_free(model, key, demand, now)
+        if lease is not None:
+            return lease
+        condition = self._condition(model.id, key, now)
+        if condition is Condition.REJECTING:
+            return self._refusal(model, RefusalReason.PAUSED)
+        return self._enqueue(self._queues[model.id], key, demand, condition, now, number=number)
+
+    def cancel_wait(self, waiter: WaiterId) -> bool:
+        """A waiter's caller left: it is gone at once (EN-110). False when it was not waiting any more."""
+        place = self._where.pop(waiter, None)
+        if place is None:
+            return False
+        model, key = place
+        return self._queues[model].remove(key, waiter) is not None
+
+    def release(self, lease: Lease, verdict: Verdict, *, now: float) -> list[Settlement]:
+        """Return a lease and give its slot to who is next. A second return changes nothing."""
+        if not self.leases.give_back(lease):
+            return []
+        provider = self._providers.get(lease.key)
+        if provider is None:
+            return []
+        tripped_before = provider.breaker.is_tripped
+        if provider.generation == lease.generation:
+            provider.breaker.record(verdict, was_trial=lease.is_trial, now=now)
+        if not provider.is_configured:
+            self._drop_if_idle(provider)
+            return []
+        if provider.breaker.is_tripped != tripped_before or lease.is_trial:
+            return self._settle((provider,), now)
+        return self._pump((provider,), now)
+
+    def hold_back(self, key: ProviderKey, until: float) -> None:
+        """A provider's own gate was full: nothing new for it until then (EN-117)."""
+        provider = self._providers.get(key)
+        if provider is not None:
+            provider.busy_until = max(provider.busy_until, until)
+
+    # ---- nodes, gates, config ----
+
+    def activate(self, node: NodeId, generation: Generation, *, now: float) -> list[Settlement]:
+        """A Node is ready: its resources come online in this generation, gates permitting, and waiters move (EN-32)."""
+        mine = [p for p in self._providers.values() if p.key.node == node and p.is_configured]
+        for provider in mine:
+            provider.generation = generation
+            provider.breaker.reset()
+            provider.busy_until = 0.0
+            if provider.spec.is_administered and provider.gate.is_open:
+                provider.gate = RECONCILE_GATE  # its state is not confirmed: it opens by set_gates alone
+        return self._settle(mine, now)
+
+    def fence(
+        self, node: NodeId, generation: Generation, *, now: float
+    ) -> tuple[list[Lease], list[Settlement]]:
+        """A generation ended: first offline, then its leases back, then the queue anew (EN-31).
+
+        Offline first: pumping before would hand the freed slots of a dead Node to waiters.
+        """
+        mine = [p for p in self._providers.values() if p.key.node == node]
+        for provider in mine:
+            if provider.generation == generation:
+                provider.generation = None
+                provider.breaker.reset()
+        lost = self.leases.give_back_all(node, generation)
+        for provider in mine:
+            if not provider.is_configured:
+                self._drop_if_idle(provider)
+        return lost, self._settle(mine, now)
+
+    def set_gates(self, gates: Iterable[tuple[ProviderKey, ProviderGate]], *, now: float) -> list[Settlement]:
+        """Close or open providers; whoever may go then goes, and whoever must be refused is (AD-39, SF-09)."""
+        touched: list[Provider] = []
+        for key, gate in gates:
+            provider = self._providers.get(key)
+            if provider is not None and provider.gate != gate:
+                provider.gate = gate
+                touched.append(provider)
+        return self._settle(touched, now)
+
+    def override(
+        self,
+        key: ProviderKey,
+        *,
+        capacity: int | None = None,
+        long_capacity: int | None = None,
+        enabled: bool | None = None,
+        now: float,
+    ) -> list[Settlement]:
+        """Put reconfigured values over the file's; ``None`` leaves a value as it is (AD-47)."""
+        provider = self._providers.get(key)
+        if provider is None:
+            return []
+        if capacity is not None:
+            provider.capacity_override = capacity
+        if long_capacity is not None:
+            provider.long_capacity_override = long_capacity
+        if enabled is not None:
+            provider.enabled_override = enabled
+        return self._settle((provider,), now)
+
+    def apply_snapshot(self, snapshot: EdgeSnapshot, *, now: float) -> list[Settlement]:
+        """Make a new configuration the running one (EN-114). Waiters of a removed model are refused."""
+        self._snapshot = snapshot
+        self._update_providers(snapshot)
+        settled: list[Settlement] = []
+        for model_id in self._queues.keys() - snapshot.models.keys():
+            for waiter in self._queues.pop(model_id).clear():
+                del self._where[waiter.id]
+                settled.append(
+                    Denied(waiter=waiter.id, refusal=Refusal(reason=RefusalReason.MODEL_NOT_FOUND))
+                )
+        self._members = {
+            model.id: tuple((member, self._providers[member.key]) for member in model.members)
+            for model in snapshot.models.values()
+        }
+        for model_id in snapshot.models:
+            self._queues.setdefault(model_id, ModelQueue())
+        return settled + self._settle(list(self._providers.values()), now)
+
+    def deny_all(self, reason: RefusalReason) -> list[Settlement]:
+        """Refuse every waiter: the Edge stops (EN-109)."""
+        self._where.clear()
+        return [
+            Denied(waiter=waiter.id, refusal=Refusal(reason=reason, retry_after_s=1.0))
+            for queue in self._queues.values()
+            for waiter in queue.clear()
+        ]
+
+    # ---- time ----
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`handle_deadline` has something to do: a waiter's end, a half-open trial, a busy provider."""
+        best: float | None = None
+        for model_id, queue in self._queues.items():
+            if not queue.depth:
+                continue
+            spec = self._snapshot.models[model_id].queue
+            for lane in queue.classes.values():
+                at = lane.next_deadline(spec)
+                if at is not None and (best is None or at < best):
+                    best = at
+            for _, provider in self._members[model_id]:
+                if not provider.is_live:
+                    continue
+                for moment in (provider.breaker.next_deadline(), provider.busy_until or None):
+                    if moment is not None and (best is None or moment < best):
+                        best = moment
+        return best
+
+    def handle_deadline(self, now: float) -> list[Settlement]:
+        """Serve who can run by now, then refuse whose time is over."""
+        due: list[Provider] = []
+        for provider in self._providers.values():
+            is_due = provider.breaker.poll(now)
+            if 0.0 < provider.busy_until <= now:
+                provider.busy_until = 0.0
+                is_due = True
+            if is_due:
+                due.append(provider)
+        settled = self._settle(due, now)
+        for model_id, queue in self._queues.items():
+            if queue.depth:
+                settled += self._expire(self._snapshot.models[model_id], queue, now)
+        return settled
+
+    # ---- views ----
+
+    @property
+    def waiting(self) -> int:
+        """Waiters in all queues."""
+        return len(self._where)
+
+    def is_waiting(self, waiter: WaiterId) -> bool:
+        """Whether this one still waits."""
+        return waiter in self._where
+
+    def queue_depth(self, model: ModelId) -> int:
+        """Waiters of one model."""
+        queue = self._queues.get(model)
+        return 0 if queue is None else queue.depth
+
+    def provider_keys(self) -> tuple[ProviderKey, ...]:
+        """All resources, configured order."""
+        return tuple(self._providers)
+
+    def gate_of(self, key: ProviderKey) -> ProviderGate | None:
+        """The gate of one resource."""
+        provider = self._providers.get(key)
+        return None if provider is None else provider.gate
+
+    def generation_of(self, key: ProviderKey) -> Generation | None:
+        """The generation in which a resource is online."""
+        provider = self._providers.get(key)
+        return None if provider is None else provider.generation
+
+    def name_of(self, key: ProviderKey) -> str:
+        """The opaque name of a resource."""
+        provider = self._providers.get(key)
+        return opaque_name(key) if provider is None else provider.name
+
+    def served_target(self, lease: Lease) -> ServedTarget:
+        """What a surface needs to know to build the body under this lease (EN-54)."""
+        provider = self._providers[lease.key]
+        model = self._snapshot.models.get(lease.model)
+        spec = provider.spec
+        return ServedTarget(
+            model=lease.model,
+            key=lease.key,
+            target=lease.target,
+            route=spec.route,
+            adapter_type=spec.type,
+            operations=spec.profile_operations if spec.route is Route.TUNNEL else frozenset(),
+            response_model="provider" if model is None else model.response_model,
+            workspace=spec.workspace,
+        )
+
+    def provider_figures(self, key: ProviderKey) -> ProviderFigures:
+        """One resource for status (EN-91, EN-92). Zero and offline while its Node is away."""
+        provider = self._providers[key]
+        status, health, reason = self._health(provider)
+        if not provider.is_live:
+            return ProviderFigures(
+                key=key,
+                name=provider.name,
+                status=status,
+                health=health,
+                capacity=0,
+                in_flight=0,
+                queued=0,
+                long_capacity=0,
+                long_in_flight=0,
+                long_queued=0,
+                gates=provider.gate.held_by,
+                reason=reason,
+            )
+        queued = long_queued = 0
+        for model_id in provider.models:
+            for class_key, lane in self._queues[model_id].classes.items():
+                if provider.serves(class_key):
+                    queued += len(lane)
+                    long_queued += len(lane) if class_key.is_long else 0
+        return ProviderFigures(
+            key=key,
+            name=provider.name,
+            status=status,
+            health=health,
+            capacity=provider.capacity,
+            in_flight=self.leases.in_flight(key),
+            queued=queued,
+            long_capacity=provider.long_capacity,
+            long_in_flight=self.leases.long_in_flight(key),
+            long_queued=long_queued,
+            gates=provider.gate.held_by,
+            reason=reason,
+        )
+
+    def model_figures(self, model_id: ModelId) -> ModelFigures:
+        """One model for status."""
+        model = self._snapshot.models[model_id]
+        live = [provider for _, provider in self._members[model_id] if provider.is_live]
+        paused = [p for p in live if p.gate.mode in (GateMode.QUEUE, GateMode.REJECT)]
+        return ModelFigures(
+            model=model_id,
+            providers=tuple(dict.fromkeys(member.key for member in model.members)),
+            queue_depth=self._queues[model_id].depth,
+            queue_max=model.queue.max_waiters,
+            paused=bool(live) and len(paused) == len(live),
+            can_admit=any(p.gate.is_open for p in live),
+        )
+
+    def explain(self, demand: Demand, *, now: float) -> list[CandidateView]:
+        """Why each member of the pool is eligible or not, at this moment."""
+        key = ClassKey(demand.is_long, demand.operation)
+        return [
+            CandidateView(key=provider.key, name=provider.name, eligible=why == "", why=why or "has room")
+            for _, provider in self._members.get(demand.model, ())
+            for why in (self._obstacle(provider, key, now),)
+        ]
+
+    def check(self, now: float) -> list[str]:
+        """Broken invariants in words; empty when all is well. For simulations and property tests."""
+        broken: list[str] = []
+        for provider in self._providers.values():
+            count = self.leases.in_flight(provider.key)
+            if provider.generation is None and count:
+                broken.append(f"{provider.key} is away and holds {count} leases")
+        for model_id, queue in self._queues.items():
+            if queue.depth != sum(len(lane) for lane in queue.classes.values()):
+                broken.append(f"the depth of {model_id} is off")
+            for class_key, lane in queue.classes.items():
+                for _, provider in self._members[model_id]:
+                    if len(lane) and self._has_room(provider, class_key, now):
+                        broken.append(f"{model_id} {class_key} waits while {provider.key} has room")
+        if sum(queue.depth for queue in self._queues.values()) != len(self._where):
+            broken.append("waiters are lost between the queues and the index")
+        return broken
+
+    # ---- inner moves ----
+
+    def _take_free(self, model: ModelSpec, key: ClassKey, demand: Demand, now: float) -> Lease | None:
+        """A lease on the best provider with room, if there is one."""
+        candidates: list[Candidate] = []
+        members = self._members[model.id]
+        for index, (member, provider) in enumerate(members):
+            if self._has_room(provider, key, now):
+                candidates.append(
+                    Candidate(
+                        index=index,
+                        key=provider.key,
+                        name=provider.name,
+                        load=(self.leases.in_flight(provider.key) + 1) / (provider.capacity * member.weight),
+                        pressure=provider.breaker.pressure(now),
+                        was_tried=provider.key in demand.tried,
+                        last_picked=provider.last_picked,
+                    )
+                )
+        if not candidates:
+            return None
+        best = candidates[0]
+        if len(candidates) > 1:
+            sticky = self._affinities.find(model.id, demand.session)
+            best = choose(candidates, sticky=sticky, preferred=demand.preferred_provider) or best
+        member, provider = members[best.index]
+        return self._grant(provider, member, demand, now)
+
+    def _grant(self, provider: Provider, member: PoolMember, demand: Demand, now: float) -> Lease:
+        assert provider.generation is not None
+        self._picks += 1
+        provider.last_picked = self._picks
+        self._affinities.note(demand.model, demand.session, provider.key)
+        return self.leases.grant(
+            key=provider.key,
+            generation=provider.generation,
+            kind=LeaseKind.LONG if demand.is_long else LeaseKind.NORMAL,
+            model=demand.model,
+            target=member.target,
+            request_id=demand.request_id,
+            run_id=demand.run_id,
+            now=now,
+            is_trial=provider.breaker.begin(),
+        )
+
+    def _enqueue(
+        self,
+        queue: ModelQueue,
+        key: ClassKey,
+        demand: Demand,
+        condition: Condition,
+        now: float,
+        *,
+        number: int | None = None,
+    ) -> Waiting:
+        self._next_waiter += 1
+        waiter_id = WaiterId(self._next_waiter)
+        priority = max(PRIORITY_MIN, min(PRIORITY_MAX, demand.priority))
+        if priority != demand.priority:
+            demand = replace(demand, priority=priority)
+        waiter = Waiter(
+            id=waiter_id,
+            number=waiter_id if number is None else number,
+            demand=demand,
+            entered_at=now,
+        )
+        lane, ahead = queue.add(waiter, key, now, is_returning=number is not None)
+        lane.set_condition(condition, now)
+        self._where[waiter_id] = (demand.model, key)
+        return Waiting(waiter=waiter_id, position=ahead)
+
+    def _has_room(self, provider: Provider, key: ClassKey, now: float) -> bool:
+        return (
+            provider.generation is not None
+            and provider.gate.mode is GateMode.OPEN
+            and self.leases.in_flight(provider.key) < provider.capacity
+            and provider.is_enabled
+            and provider.busy_until <= now
+            and provider.serves(key)
+            and (not key.is_long or self.leases.long_in_flight(provider.key) < provider.long_capacity)
+            and provider.breaker.admits(now)
+        )
+
+    def _obstacle(self, provider: Provider, key: ClassKey, now: float) -> str:
+        if not provider.is_enabled:
+            return "disabled"
+        if provider.generation is None:
+            return "its Node is not connected"
+        if not provider.serves(key):
+            return "does not offer long context" if key.is_long else "does not offer this operation"
+        if not provider.gate.is_open:
+            return "held by " + ", ".join(provider.gate.held_by or (provider.gate.mode.value,))
+        if not provider.breaker.admits(now):
+            return "failing; its breaker is open"
+        if provider.busy_until > now:
+            return "its Node reported a full local gate"
+        if self.leases.in_flight(provider.key) >= provider.capacity:
+            return "no free slot"
+        if key.is_long and self.leases.long_in_flight(provider.key) >= provider.long_capacity:
+            return "no free long-context slot"
+        return ""
+
+    def _health(self, provider: Provider) -> tuple[str, str, str]:
+        if provider.generation is None:
+            return (
+                "unavailable",
+                "offline",
+                "its Node is not connected" if provider.is_enabled else "disabled",
+            )
+        health = "failing" if provider.breaker.is_tripped else "online"
+        if not provider.is_enabled:
+            return "disabled", health, "disabled"
+        if not provider.gate.is_open:
+            reason = "held by " + ", ".join(provider.gate.held_by or (provider.gate.mode.value,))
+            is_pause = provider.gate.mode in (GateMode.QUEUE, GateMode.REJECT)
+            return "paused" if is_pause else "unavailable", health, reason
+        return "available", health, "its breaker is open" if health == "failing" else ""
+
+    def _unservable(self, model: ModelSpec, key: ClassKey) -> Refusal | None:
+        """A refusal when nobody in the pool, even with the whole fleet up, could ever serve this class."""
+        members = [provider for _, provider in self._members[model.id] if provider.is_enabled]
+        if not members or any(provider.serves(key) for provider in members):
+            return None
+        if key.is_long and any(provider.serves(ClassKey(False, key.operation)) for provider in members):
+            return Refusal(reason=RefusalReason.LONG_CONTEXT_NOT_SUPPORTED)
+        offered = sorted({o for p in members for o in p.spec.operations or ()})
+        return Refusal(reason=RefusalReason.OPERATION_NOT_SUPPORTED, details={"offered": ", ".join(offered)})
+
+    def _condition(self, model_id: ModelId, key: ClassKey, now: float) -> Condition:
+        """What a class waits for: the most hopeful of what its live providers say."""
+        modes: set[GateMode] = set()
+        for _, provider in self._members[model_id]:
+            if not provider.is_live or not provider.serves(key):
+                continue
+            if provider.gate.mode is GateMode.OPEN and provider.breaker.is_open(now):
+                continue  # nobody is there for as long as the breaker says so
+            modes.add(provider.gate.mode)
+        if GateMode.OPEN in modes:
+            return Condition.CONTENDED
+        if GateMode.QUEUE in modes:
+            return Condition.PAUSED
+        if GateMode.RECONCILING in modes:
+            return Condition.RECONCILING
+        if GateMode.REJECT in modes:
+            return Condition.REJECTING
+        return Condition.EMPTY
+
+    def _settle(self, touched: Iterable[Provider], now: float) -> list[Settlement]:
+        """After a change of what providers are: conditions anew, then pump, then refuse whom a pause rejects."""
+        providers = list(touched)
+        models = {model_id for provider in providers for model_id in provider.models}
+        for model_id in models:
+            for key, lane in self._queues[model_id].classes.items():
+                lane.set_condition(self._condition(model_id, key, now), now)
+        settled = self._pump(providers, now)
+        for model_id in models:
+            queue = self._queues[model_id]
+            if any(lane.condition is Condition.REJECTING for lane in queue.classes.values()):
+                settled += self._expire(self._snapshot.models[model_id], queue, now)
+        return settled
+
+    def _pump(self, providers: Iterable[Provider], now: float) -> list[Settlement]:
+        """Hand free slots to heads until nobody who fits is left."""
+        settled: list[Settlement] = []
+        open_ones = [p for p in providers if p.is_live and p.gate.is_open]
+        while open_ones:
+            if len(open_ones) > 1:
+                open_ones.sort(key=self._load, reverse=True)
+            provider = open_ones[-1]
+            picked = self._pick(provider, now)
+            if picked is None:
+                open_ones.pop()
+                continue
+            member, model_id, key, waiter = picked
+            self._queues[model_id].remove(key, waiter.id)
+            del self._where[waiter.id]
+            settled.append(Granted(waiter=waiter.id, lease=self._grant(provider, member, waiter.demand, now)))
+        return settled
+
+    def _load(self, provider: Provider) -> float:
+        return self.leases.in_flight(provider.key) / max(provider.capacity, 1)
+
+    def _pick(self, provider: Provider, now: float) -> tuple[PoolMember, ModelId, ClassKey, Waiter] | None:
+        """The next waiter for this provider: priority, then age, and every Nth time the other length class (EN-111)."""
+        best: dict[bool, tuple[tuple[int, int], ModelId, ClassKey, Waiter]] = {}
+        for model_id in provider.models:
+            queue = self._queues[model_id]
+            if not queue.depth:
+                continue
+            for key, lane in queue.classes.items():
+                self.steps += 1
+                head = lane.head()
+                if head is None or not self._has_room(provider, key, now):
+                    continue
+                rank = (-head.demand.priority, head.number)
+                if key.is_long not in best or rank < best[key.is_long][0]:
+                    best[key.is_long] = (rank, model_id, key, head)
+        if not best:
+            return None
+        is_long = min(best, key=lambda length: best[length][0])
+        passed = provider.passed_over
+        if len(best) == 2:
+            if passed[not is_long] >= self._snapshot.limits.fairness_every - 1:
+                is_long = not is_long
+            passed[is_long] = 0
+            passed[not is_long] += 1
+        else:
+            passed[True] = passed[False] = 0
+        _, model_id, key, waiter = best[is_long]
+        member = next(m for m, p in self._members[model_id] if p is provider)
+        return member, model_id, key, waiter
+
+    def _expire(self, model: ModelSpec, queue: ModelQueue, now: float) -> list[Settlement]:
+        settled: list[Settlement] = []
+        for waiter, reason in queue.expire(model.queue, now):
+            del self._where[waiter.id]
+            settled.append(Denied(waiter=waiter.id, refusal=self._refusal(model, reason)))
+        return settled
+
+    def _refusal(self, model: ModelSpec, reason: RefusalReason) -> Refusal:
+        depth = self._queues[model.id].depth
+        match reason:
+            case RefusalReason.QUEUE_FULL | RefusalReason.QUEUE_TIMEOUT:
+                slots = sum(p.capacity for _, p in self._members[model.id] if p.is_live) or 1
+                after = min(RETRY_AFTER_MAX_S, float(1 + ceil(depth / slots)))
+            case RefusalReason.NO_CAPACITY:
+                after = 10.0
+            case _:
+                after = 5.0
+        return Refusal(
+            reason=reason,
+            retry_after_s=after,
+            details={"model": model.id, "queue_depth": str(depth), "queue_max": str(model.queue.max_waiters)},
+        )
+
+    def _update_providers(self, snapshot: EdgeSnapshot) -> None:
+        generations: dict[NodeId, Generation] = {
+            p.key.node: p.generation for p in self._providers.values() if p.generation is not None
+        }
+        for provider in self._providers.values():
+            provider.is_configured = False
+            provider.models = ()
+        for node in snapshot.nodes.values():
+            for spec in node.adapters.values():
+                key = ProviderKey(node=node.id, provider=spec.provider)
+                models = tuple(model.id for model in snapshot.models_of(key))
+                known = self._providers.get(key)
+                if known is None:
+                    self._providers[key] = Provider(
+                        key=key,
+                        name=opaque_name(key),
+                        spec=spec,
+                        breaker=Breaker(snapshot.breaker),
+                        generation=generations.get(node.id),
+                        gate=RECONCILE_GATE if spec.is_administered else OPEN_GATE,
+                        models=models,
+                    )
+                    continue
+                if spec.capacity != known.spec.capacity:
+                    known.capacity_override = None  # AD-47: an override holds until the file changes that key
+                if spec.long_capacity != known.spec.long_capacity:
+                    known.long_capacity_override = None
+                if spec.enabled != known.spec.enabled:
+                    known.enabled_override = None
+                known.spec, known.models, known.is_configured = spec, models, True
+                known.breaker.configure(snapshot.breaker)
+        for provider in list(self._providers.values()):
+            if not provider.is_configured:
+                self._drop_if_idle(provider)
+
+    def _drop_if_idle(self, provider: Provider) -> None:
+        """A removed provider goes when its last run ended (EN-114)."""
+        if not self.leases.in_flight(provider.key):
+            self._providers.pop(provider.key, None)
+
+    def live_work_of_node(self, node: NodeId) -> int:
+        """Leases out on a Node."""
+        return sum(1 for lease in self.leases if lease.key.node == node)
+
+    def waiting_classes(self, model_id: ModelId) -> Iterator[tuple[ClassKey, WaitClass]]:
+        """The classes of one model with somebody in them; for tests and status."""
+        yield from self._queues[model_id].classes.items()
+
+    def lease(self, lease_id: LeaseId) -> Lease | None:
+        """A lease that is out."""
+        return next((lease for lease in self.leases if lease.id == lease_id), None)

@@ -1,0 +1,130 @@
+"""The words of the pools: what is asked of them and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, unique
+from typing import NewType, TypeAlias
+
+from iop.core.ids import ModelId, RequestId, RunId
+from iop.edge.calls import ProviderKey
+from iop.edge.pools.leases import Lease
+
+WaiterId = NewType("WaiterId", int)
+"""One waiting request; never reused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """A wish for one lease.
+
+    Attributes:
+        run_id: of the attempt that will run under the lease (EN-118).
+        is_long: needs a long slot as well (EN-111).
+        tried: providers at which earlier attempts of the request failed; others go first.
+    """
+
+    model: ModelId
+    operation: str
+    request_id: RequestId
+    run_id: RunId
+    is_long: bool = False
+    priority: int = 0
+    session: str = ""
+    preferred_provider: str = ""
+    tried: frozenset[ProviderKey] = frozenset()
+
+
+@unique
+class RefusalReason(Enum):
+    """Why no lease is given; the values are the stable codes that callers see (EN-110)."""
+
+    QUEUE_FULL = "queue_full"
+    QUEUE_TIMEOUT = "queue_timeout"
+    NO_CAPACITY = "no_capacity"
+    PAUSED = "paused"
+    MODEL_NOT_FOUND = "model_not_found"
+    OPERATION_NOT_SUPPORTED = "operation_not_supported"
+    LONG_CONTEXT_NOT_SUPPORTED = "long_context_not_supported"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """No lease, for good. ``retry_after_s`` is a whole number of seconds where a retry makes sense."""
+
+    reason: RefusalReason
+    retry_after_s: float | None = None
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """The demand waits; a later settlement names its id. ``position``: how many of its queue stood ahead."""
+
+    waiter: WaiterId
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """A waiter got its lease."""
+
+    waiter: WaiterId
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denied:
+    """A waiter will not get one."""
+
+    waiter: WaiterId
+    refusal: Refusal
+
+
+Settlement: TypeAlias = Granted | Denied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderFigures:
+    """One resource for status (EN-91, EN-92).
+
+    Attributes:
+        status: ``available``, ``paused``, ``disabled`` or ``unavailable``.
+        health: ``online``, ``failing`` (its breaker is tripped) or ``offline``.
+    """
+
+    key: ProviderKey
+    name: str
+    status: str
+    health: str
+    capacity: int
+    in_flight: int
+    queued: int
+    long_capacity: int
+    long_in_flight: int
+    long_queued: int
+    gates: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFigures:
+    """One model for status; ``paused``: every live provider is held by a pause."""
+
+    model: ModelId
+    providers: tuple[ProviderKey, ...]
+    queue_depth: int
+    queue_max: int
+    paused: bool
+    can_admit: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateView:
+    """Why a pool member was or was not eligible, for ``iop explain``."""
+
+    key: ProviderKey
+    name: str
+    eligible: bool
+    why: str
