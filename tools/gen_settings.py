@@ -20,8 +20,9 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "settings
 
 INTRO = """# Settings
 
-Made from the settings trees in `iop.config.tree` by `tools/gen_settings.py`; do not edit. How files, environment and flags
-are layered stands in [configuration](contract/configuration.md). `[]` in a key stands for each item of a list.
+Made from the settings trees in `iop.config.tree` by `tools/gen_settings.py`; do not edit. How files, environment and
+flags are layered stands in [configuration](contract/configuration.md). `[]` in a key stands for each item of a list;
+"required" means: once its section is written.
 """
 
 LEAVES = {
@@ -80,7 +81,7 @@ def default(item: dataclasses.Field[Any]) -> str:
     value = item.default
     if value is dataclasses.MISSING:
         return "" if item.default_factory is not dataclasses.MISSING else "**required**"
-    if value is None or value == () or dataclasses.is_dataclass(value) and type(value) not in LEAVES:
+    if value is None or value == () or (dataclasses.is_dataclass(value) and type(value) not in LEAVES):
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
