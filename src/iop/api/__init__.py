@@ -1,0 +1,1 @@
+"""Surfaces: what callers and operators reach from outside."""

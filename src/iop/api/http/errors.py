@@ -1,0 +1,139 @@
+"""Errors as callers of the HTTP surfaces see them: status, envelope, headers (SF-06, SF-09).
+
+An error's stable code on this surface is its ``reason`` in lower case; it stands in the body and in
+``x-iop-reason``. The status is its family's, unless the reason has one of its own below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import Enum, unique
+from typing import Any, Final
+
+import orjson
+
+from iop.api.http.head import HeaderList
+from iop.core.errors import IopError
+
+__all__ = [
+    "STATUS_BY_REASON",
+    "Dialect",
+    "error_body",
+    "error_code",
+    "error_event",
+    "error_headers",
+    "error_status",
+]
+
+
+@unique
+class Dialect(Enum):
+    """Whose error envelope and stream events a route speaks."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    PLAIN = "plain"
+
+    @property
+    def is_anthropic(self) -> bool:
+        """Whether errors have Anthropic's envelope; all others have OpenAI's."""
+        return self is Dialect.MESSAGES
+
+
+STATUS_BY_REASON: Final[Mapping[str, int]] = {
+    "UNSUPPORTED_FIELD": 400,
+    "METHOD_NOT_ALLOWED": 405,
+    "REQUEST_TIMEOUT": 408,
+    "BODY_TOO_LARGE": 413,
+    "TARGET_TOO_LONG": 414,
+    "EXPECTATION": 417,
+    "HEADER_TOO_LARGE": 431,
+    "METHOD_UNKNOWN": 501,
+    "HTTP_VERSION": 505,
+    "OPERATION_NOT_SUPPORTED": 404,
+    "UNSUPPORTED_ENCODING": 502,
+    "EVENT_TOO_LARGE": 502,
+    "UPSTREAM_ERROR": 502,
+    "UPSTREAM_TRUNCATED": 502,
+    "CONNECT_FAILED": 502,
+}
+"""Reasons whose HTTP status is more exact than their family's."""
+
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+_OPENAI_TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def error_status(error: IopError) -> int:
+    """The HTTP status that ``error`` is answered with."""
+    return STATUS_BY_REASON.get(error.reason.upper(), error.status.http)
+
+
+def error_code(error: IopError) -> str:
+    """The stable code that programs match on."""
+    return error.reason.lower()
+
+
+def _openai(error: IopError, status: int) -> dict[str, Any]:
+    kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {
+        "message": error.message,
+        "type": kind,
+        "param": error.details.get("field"),
+        "code": error_code(error),
+    }
+
+
+def _anthropic(error: IopError, status: int) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": kind, "message": error.message, "code": error_code(error)}
+
+
+def error_body(error: IopError, dialect: Dialect, request_id: str) -> bytes:
+    """The error as a JSON body in the dialect's envelope."""
+    status = error_status(error)
+    if dialect.is_anthropic:
+        return orjson.dumps(
+            {"type": "error", "error": _anthropic(error, status), "request_id": request_id or None}
+        )
+    return orjson.dumps({"error": _openai(error, status)})
+
+
+def error_event(error: IopError, dialect: Dialect, *, newline: bytes = b"\n") -> bytes:
+    """The error as one event of a stream that has begun; the stream ends after it (SF-06, SF-14)."""
+    status = error_status(error)
+    if dialect.is_anthropic:
+        data = orjson.dumps({"type": "error", "error": _anthropic(error, status)})
+        return b"event: error" + newline + b"data: " + data + newline + newline
+    if dialect is Dialect.RESPONSES:
+        # `code`, `message` and `param` are that dialect's own; `error` is what makes its official client
+        # raise.
+        shape = _openai(error, status)
+        event = {"type": "error", "code": shape["code"], "message": shape["message"], "param": shape["param"]}
+        data = orjson.dumps(event | {"error": shape})
+        return b"event: error" + newline + b"data: " + data + newline + newline
+    return b"data: " + orjson.dumps({"error": _openai(error, status)}) + newline + newline
+
+
+def error_headers(error: IopError) -> HeaderList:
+    """Header fields that go with an error of any surface: content type, ``Retry-After``, ``Allow``."""
+    headers: HeaderList = [(b"content-type", b"application/json")]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    allow = error.details.get("allow")
+    if allow:
+        headers.append((b"allow", allow.encode("ascii", "replace")))
+    return headers

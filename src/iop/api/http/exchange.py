@@ -1,0 +1,306 @@
+"""One request and its answer, as a handler sees them.
+
+Everything runs on the event loop and nothing here waits: a handler writes bytes when it has them and is
+told when the caller is slow (``is_writable``, ``on_writable``) or gone (``on_gone``, in the loop turn in
+which the connection was lost, SF-07). That keeps the relay path free of a task, a queue or a wake-up per
+chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from iop.api.http.head import RequestHead
+from iop.api.http.limits import ByteBudget
+from iop.core.errors import IopError
+
+if TYPE_CHECKING:
+    from iop.api.http.protocol import HttpConnection
+
+__all__ = ["Exchange", "HttpHandler"]
+
+_REASONS: Final = {status.value: status.phrase.encode("ascii") for status in HTTPStatus}
+_BAD_VALUE: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_BODILESS: Final = frozenset({204, 304})
+
+
+class HttpHandler(Protocol):
+    """What a listener serves. Calls come on the event loop; an exception becomes ``on_error`` with
+    ``Internal``.
+    """
+
+    def on_head(self, exchange: Exchange) -> None:
+        """A head has come. Refuse by answering at once, or set limits with ``accept_body``; the body is
+        read after.
+        """
+        ...
+
+    def on_request(self, exchange: Exchange, body: Sequence[bytes]) -> None:
+        """The whole request is here; ``body`` in parts as received. Answer now or later."""
+        ...
+
+    def on_error(self, exchange: Exchange, error: IopError) -> None:
+        """The request cannot go on. Answer with the surface's own error shape; called only before an answer
+        began.
+        """
+        ...
+
+
+class Exchange:
+    """One request and its answer.
+
+    Attributes:
+        head: the request's head.
+        data: whatever the handler wants to keep with the request.
+        started_at: monotonic seconds at which the head was complete.
+        is_writable: False while the caller is slow: more bytes may be written, but whoever makes them
+            should stop.
+        is_gone: the caller has left; writes do nothing.
+        is_started: the answer has begun, so its status can no longer change.
+        is_ended: the answer is whole or cut.
+    """
+
+    __slots__ = (
+        "_budgets",
+        "_chunked",
+        "_connection",
+        "_on_deadline",
+        "_on_gone",
+        "_on_writable",
+        "_remaining",
+        "_reserved",
+        "_silent",
+        "body_limit",
+        "bytes_written",
+        "data",
+        "head",
+        "is_ended",
+        "is_gone",
+        "is_started",
+        "is_writable",
+        "started_at",
+    )
+
+    def __init__(
+        self, connection: HttpConnection, head: RequestHead, *, started_at: float, body_limit: int
+    ) -> None:
+        self._connection = connection
+        self.head = head
+        self.data: Any = None  # foreign: belongs to the handler
+        self.started_at = started_at
+        self.body_limit = body_limit
+        self.is_writable = True
+        self.is_gone = False
+        self.is_started = False
+        self.is_ended = False
+        self.bytes_written = 0
+        self._budgets: tuple[ByteBudget, ...] = ()
+        self._reserved = 0
+        self._chunked = False
+        self._silent = False
+        self._remaining: int | None = None
+        self._on_deadline: Callable[[], None] | None = None
+        self._on_gone: Callable[[], None] | None = None
+        self._on_writable: Callable[[], None] | None = None
+
+    # ---- the request ----
+
+    def accept_body(self, *, limit_bytes: int, budgets: tuple[ByteBudget, ...]) -> None:
+        """Set what this request's body may weigh and whose budgets hold it; only inside ``on_head``.
+
+        The bytes stay reserved until ``release_body`` or the end of the exchange.
+        """
+        self.body_limit = limit_bytes
+        self._budgets = budgets
+
+    def reserve_body(self, size_bytes: int) -> bool:
+        """Take budget for ``size_bytes`` more of body; False when one is exhausted (then nothing is taken)."""
+        for taken, budget in enumerate(self._budgets):
+            if not budget.reserve(size_bytes):
+                for earlier in self._budgets[:taken]:
+                    earlier.release(size_bytes)
+                return False
+        self._reserved += size_bytes
+        return True
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Budget this exchange holds."""
+        return self._reserved
+
+    def release_body(self) -> None:
+        """Say that the body's bytes are no longer held; idempotent."""
+        size, self._reserved = self._reserved, 0
+        if size:
+            for budget in self._budgets:
+                budget.release(size)
+
+    def bind(
+        self, *, on_gone: Callable[[], None] | None, on_writable: Callable[[], None] | None = None
+    ) -> None:
+        """Install callbacks: ``on_gone`` at most once and never after the answer's end; ``on_writable`` as
+        a level.
+        """
+        self._on_gone = on_gone
+        self._on_writable = on_writable
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether somebody watches over this exchange by callbacks."""
+        return self._on_gone is not None
+
+    def set_deadline(self, deadline: float, on_deadline: Callable[[], None]) -> None:
+        """Call ``on_deadline`` once when ``deadline`` (monotonic seconds) has passed; replaces the one set
+        before.
+        """
+        self._on_deadline = on_deadline
+        self._connection.set_deadline(self, deadline)
+
+    def run(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Answer from a task: it is cancelled when the caller leaves, and an error it raises becomes
+        ``on_error``.
+
+        When the coroutine returns, the answer must have ended, or somebody be bound who ends it.
+        """
+        self._connection.run_task(self, coroutine, name=name)
+
+    # ---- the answer ----
+
+    def respond(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes = b"") -> None:
+        """Send a whole answer; its length is stated."""
+        if self.is_gone or self.is_ended:
+            return
+        connection = self._connection
+        lines = self._head_lines(status, headers)
+        if status not in _BODILESS and status >= 200:
+            lines.append(b"content-length: %d\r\n" % len(body))
+        if connection.must_close:
+            lines.append(b"connection: close\r\n")
+        elif self.head.version == "1.0":
+            lines.append(b"connection: keep-alive\r\n")
+        lines.append(b"\r\n")
+        if body and self.head.method != b"HEAD" and status not in _BODILESS:
+            lines.append(body)
+            self.bytes_written += len(body)
+        self.is_started = self.is_ended = True
+        connection.write(b"".join(lines))
+        self._finish(cut=False)
+
+    def start(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]], *, length: int | None = None
+    ) -> None:
+        """Begin an answer whose body comes later; ``length`` None when it is not known."""
+        if self.is_gone or self.is_started:
+            return
+        connection = self._connection
+        lines = self._head_lines(status, headers)
+        self._silent = self.head.method == b"HEAD" or status in _BODILESS
+        if length is not None:
+            self._remaining = length
+            if status not in _BODILESS:
+                lines.append(b"content-length: %d\r\n" % length)
+        elif self._silent:
+            pass
+        elif self.head.version == "1.1":
+            self._chunked = True
+            lines.append(b"transfer-encoding: chunked\r\n")
+        else:
+            connection.must_close = True  # HTTP/1.0 knows no other end of a body whose length is unknown
+        if connection.must_close:
+            lines.append(b"connection: close\r\n")
+        elif self.head.version == "1.0":
+            lines.append(b"connection: keep-alive\r\n")
+        lines.append(b"\r\n")
+        self.is_started = True
+        connection.write(b"".join(lines))
+
+    def write(self, data: bytes) -> None:
+        """Send body bytes. Never waits; look at ``is_writable`` afterwards."""
+        if self.is_gone or self.is_ended or self._silent or not data:
+            return
+        size = len(data)
+        self.bytes_written += size
+        if self._chunked:
+            self._connection.write(b"%x\r\n%b\r\n" % (size, data))
+            return
+        if self._remaining is not None:
+            assert size <= self._remaining, "an answer must not exceed its stated length"
+            self._remaining -= size
+        self._connection.write(data)
+
+    def end(self) -> None:
+        """The answer is whole. With a stated length that was not reached this is a cut."""
+        if self.is_gone or self.is_ended:
+            return
+        if self._remaining and not self._silent:
+            self.cut()
+            return
+        self.is_ended = True
+        if self._chunked:
+            self._connection.write(b"0\r\n\r\n")
+        self._finish(cut=False)
+
+    def cut(self) -> None:
+        """Close without the answer's proper end, so that no caller takes it for whole (SF-03, SF-06)."""
+        if self.is_gone or self.is_ended:
+            return
+        self.is_ended = True
+        self._finish(cut=True)
+
+    async def wait_writable(self) -> None:
+        """Wait until the caller has caught up; for answers made by a task, which is cancelled when it
+        leaves.
+        """
+        if self.is_writable or self.is_gone:
+            return
+        caught_up = asyncio.Event()
+        self._on_writable = caught_up.set
+        await caught_up.wait()
+        self._on_writable = None
+
+    # ---- the connection's side ----
+
+    def caller_gone(self) -> None:
+        """The connection was lost; called once by it."""
+        if self.is_gone:
+            return
+        self.is_gone = True
+        self.release_body()
+        callback, self._on_gone = self._on_gone, None
+        self._on_writable = self._on_deadline = None
+        if callback is not None and not self.is_ended:
+            callback()
+
+    def caller_slow(self) -> None:
+        """The connection's write buffer is full."""
+        self.is_writable = False
+
+    def caller_ready(self) -> None:
+        """The connection's write buffer has drained."""
+        self.is_writable = True
+        if self._on_writable is not None and not self.is_ended:
+            self._on_writable()
+
+    def deadline_passed(self) -> None:
+        """The connection's deadline has passed while this exchange was being answered."""
+        callback, self._on_deadline = self._on_deadline, None
+        if callback is not None and not self.is_ended:
+            callback()
+
+    def _finish(self, *, cut: bool) -> None:
+        self.release_body()
+        self._on_gone = self._on_writable = self._on_deadline = None
+        self._connection.exchange_ended(self, cut=cut)
+
+    def _head_lines(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+        connection = self._connection
+        lines = [b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Status")), connection.date_line()]
+        for name, value in headers:
+            # A value with a line break would let a provider write our header for us; such a field is dropped.
+            if _BAD_VALUE.search(value) is None:
+                lines.append(b"%b: %b\r\n" % (name, value))
+        return lines

@@ -1,0 +1,112 @@
+"""Header hygiene between caller and provider (SF-04), and the headers of ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from iop.api.http.head import HeaderList, RequestHead
+
+__all__ = ["provider_headers", "request_headers", "request_id_of"]
+
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+"""Ids that callers may bring: visible ASCII, short enough for every log line and table."""
+
+_HOP_BY_HOP: Final = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"http2-settings",
+    }
+)
+
+_NEVER_TO_PROVIDER: Final = _HOP_BY_HOP | {
+    b"authorization",
+    b"x-api-key",
+    b"api-key",
+    b"cookie",
+    b"cookie2",
+    b"host",
+    b"content-length",
+    b"expect",
+    # Where the caller comes from is nobody's business behind the Edge (EN-04).
+    b"forwarded",
+    b"x-forwarded-for",
+    b"x-forwarded-host",
+    b"x-forwarded-port",
+    b"x-forwarded-proto",
+    b"x-real-ip",
+    # Our own id goes out under its name; what the caller sent may not have been a valid one.
+    b"x-request-id",
+}
+
+_NEVER_TO_CALLER: Final = _HOP_BY_HOP | {
+    b"set-cookie",
+    b"set-cookie2",
+    b"content-length",
+    b"date",
+    b"alt-svc",
+    b"x-request-id",
+}
+
+_OURS: Final = b"x-iop-"
+
+
+def request_id_of(head: RequestHead) -> str | None:
+    """The request id that the caller brought, if it is one that may go into logs and headers."""
+    value = head.get(b"x-request-id")
+    if value is None or _REQUEST_ID.fullmatch(value) is None:
+        return None
+    return value.decode("ascii")
+
+
+def request_headers(head: RequestHead, *, request_id: str) -> HeaderList:
+    """The caller's headers that may reach a provider, with our request id.
+
+    Hop-by-hop fields and those that ``Connection`` names stop here, and so do the caller's credentials,
+    cookies and ``x-iop-*``. The rest passes, ``Accept-Encoding`` too: the provider's bytes are never
+    altered, so it may only use what the caller can read; a caller that named nothing gets ``identity``
+    asked for (P-05).
+    """
+    named = _named_by_connection(head.headers)
+    headers: HeaderList = []
+    has_encoding = False
+    for name, value in head.headers:
+        if name in _NEVER_TO_PROVIDER or name in named or name.startswith(_OURS):
+            continue
+        if name == b"accept-encoding":
+            has_encoding = True
+        headers.append((name, value))
+    if not has_encoding:
+        headers.append((b"accept-encoding", b"identity"))
+    headers.append((b"x-request-id", request_id.encode("ascii")))
+    return headers
+
+
+def provider_headers(headers: Sequence[tuple[bytes, bytes]]) -> HeaderList:
+    """The provider's headers that reach the caller, names in lower case; framing is ours to state."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    named = _named_by_connection(lowered)
+    return [
+        (name, value)
+        for name, value in lowered
+        if name not in _NEVER_TO_CALLER and name not in named and not name.startswith(_OURS)
+    ]
+
+
+def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    named: set[bytes] = set()
+    for name, value in headers:
+        if name == b"connection":
+            named.update(token.strip(b" \t").lower() for token in value.split(b","))
+    # No one may have the framing of the body or its type dropped by naming it.
+    named -= {b"content-type", b"content-encoding", b""}
+    return frozenset(named)
