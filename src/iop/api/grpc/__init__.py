@@ -1,0 +1,1 @@
+"""The gRPC surfaces: Inference, Control, OpenEngineAdmin, health and reflection."""

@@ -1,0 +1,249 @@
+"""OpenEngineAdmin over the operation core: decode, one call, encode (AD-01).
+
+Callers are authenticated and authorised by the interceptor before a handler here runs; everything about operations
+happens in the core. A call that ends early only stops watching: the mutation goes on (AD-22).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+from iop.admin.core import MutationCall
+from iop.admin.permissions import Permission, Principal
+from iop.admin.profile import AdminProfile
+from iop.admin.requests import (
+    FlushCachesRequest,
+    ListOperationsRequest,
+    MutationRequest,
+    PauseRequest,
+    ReconfigureServingRequest,
+    ReleaseResourcesRequest,
+    RestoreResourcesRequest,
+    ResumeRequest,
+    StartProfileRequest,
+    StopProfileRequest,
+    UpdateWeightsRequest,
+)
+from iop.admin.results import (
+    AdminOperation,
+    AdminOperationEvent,
+    CancelResult,
+    OperationCancelled,
+    OperationCompleted,
+    OperationFailed,
+    OperationPage,
+    OperationPlan,
+)
+from iop.api.grpc.admin_codec import CODEC, check_unknown_fields, decode_mutation, require_text
+from iop.api.grpc.interceptors import current_principal
+from iop.core.errors import Conflict, Internal
+from iop.pb.openengine.v1 import admin_pb2 as pb
+from iop.pb.openengine.v1 import admin_pb2_grpc
+
+__all__ = ["ADMIN_METHODS", "ADMIN_SERVICE", "AdminOperations", "AdminService"]
+
+ADMIN_SERVICE: Final[str] = pb.DESCRIPTOR.services_by_name["OpenEngineAdmin"].full_name
+
+_RPC_PERMISSIONS: Final[Mapping[str, Permission | None]] = {
+    "FlushCaches": Permission.FLUSH,
+    "Pause": Permission.PAUSE,
+    "Resume": Permission.RESUME,
+    "ReleaseResources": Permission.RELEASE,
+    "RestoreResources": Permission.RESTORE,
+    "UpdateWeights": Permission.UPDATE_WEIGHTS,
+    "StartProfile": Permission.START_PROFILE,
+    "StopProfile": Permission.STOP_PROFILE,
+    "ReconfigureServing": Permission.RECONFIGURE,
+    "GetOperation": Permission.GET,
+    # Needs the permission of the cancelled kind, which only the core can look up (AD-04, AD-24).
+    "CancelOperation": None,
+    "GetAdminProfile": Permission.PROFILE,
+    "ListOperations": Permission.LIST,
+    "WatchOperation": Permission.WATCH,
+}
+
+ADMIN_METHODS: Final[Mapping[str, Permission | None]] = MappingProxyType(
+    {f"/{ADMIN_SERVICE}/{rpc}": permission for rpc, permission in _RPC_PERMISSIONS.items()}
+)
+"""Permission by full method name; None: any principal, the core decides further."""
+
+Events: TypeAlias = AsyncIterator[pb.AdminOperationEvent]
+Mutation = TypeVar("Mutation", bound=MutationRequest)
+
+
+class AdminOperations(Protocol):
+    """What this service needs of the operation core; see `iop.admin.core.AdminCore`."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether mutations can be accepted."""
+        ...
+
+    def submit(self, call: MutationCall) -> AsyncIterator[AdminOperationEvent]:
+        """Check, accept and observe one mutation."""
+        ...
+
+    async def get(self, principal: Principal, operation_id: str) -> AdminOperation:
+        """One operation."""
+        ...
+
+    async def list_operations(self, principal: Principal, request: ListOperationsRequest) -> OperationPage:
+        """One page of operations."""
+        ...
+
+    def watch(
+        self, principal: Principal, operation_id: str, *, after_sequence: int = 0
+    ) -> AsyncIterator[AdminOperationEvent]:
+        """Events after a sequence."""
+        ...
+
+    async def cancel(self, principal: Principal, operation_id: str, *, reason: str) -> CancelResult:
+        """Ask to call an operation off."""
+        ...
+
+    async def profile(self, principal: Principal) -> AdminProfile:
+        """What the server offers."""
+        ...
+
+
+class AdminService(admin_pb2_grpc.OpenEngineAdminServicer):
+    """All fourteen RPCs. What a fleet cannot do is refused by the core from its participants' capabilities (AD-15)."""
+
+    def __init__(self, operations: AdminOperations) -> None:
+        self._operations = operations
+
+    # ------------------------------------------------------------------------------------------ mutations
+
+    def FlushCaches(self, request: pb.FlushCachesRequest, context: Any) -> Events:
+        """AD-40."""
+        return self._mutate(request, FlushCachesRequest, "FlushCaches")
+
+    def Pause(self, request: pb.PauseRequest, context: Any) -> Events:
+        """AD-41."""
+        return self._mutate(request, PauseRequest, "Pause")
+
+    def Resume(self, request: pb.ResumeRequest, context: Any) -> Events:
+        """AD-42."""
+        return self._mutate(request, ResumeRequest, "Resume")
+
+    def ReleaseResources(self, request: pb.ReleaseResourcesRequest, context: Any) -> Events:
+        """AD-43."""
+        return self._mutate(request, ReleaseResourcesRequest, "ReleaseResources")
+
+    def RestoreResources(self, request: pb.RestoreResourcesRequest, context: Any) -> Events:
+        """AD-44."""
+        return self._mutate(request, RestoreResourcesRequest, "RestoreResources")
+
+    def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Any) -> Events:
+        """AD-45."""
+        return self._mutate(request, UpdateWeightsRequest, "UpdateWeights")
+
+    def ReconfigureServing(self, request: pb.ReconfigureServingRequest, context: Any) -> Events:
+        """AD-47."""
+        return self._mutate(request, ReconfigureServingRequest, "ReconfigureServing")
+
+    async def StartProfile(self, request: pb.StartProfileRequest, context: Any) -> pb.StartProfileResponse:
+        """AD-46."""
+        answer = pb.StartProfileResponse()
+        await self._finish(request, StartProfileRequest, "StartProfile", answer)
+        return answer
+
+    async def StopProfile(self, request: pb.StopProfileRequest, context: Any) -> pb.StopProfileResponse:
+        """AD-46."""
+        answer = pb.StopProfileResponse()
+        await self._finish(request, StopProfileRequest, "StopProfile", answer)
+        return answer
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    async def GetOperation(self, request: pb.GetAdminOperationRequest, context: Any) -> pb.AdminOperation:
+        """AD-23."""
+        operation_id = require_text(request.operation_id, "operation_id")
+        operation = await self._operations.get(current_principal(), operation_id)
+        return CODEC.encode(operation, pb.AdminOperation())
+
+    async def CancelOperation(
+        self, request: pb.CancelAdminOperationRequest, context: Any
+    ) -> pb.CancelAdminOperationResponse:
+        """AD-24."""
+        check_unknown_fields(request)
+        operation_id = require_text(request.operation_id, "operation_id")
+        result = await self._operations.cancel(current_principal(), operation_id, reason=request.reason)
+        return CODEC.encode(result, pb.CancelAdminOperationResponse())
+
+    async def GetAdminProfile(self, request: pb.GetAdminProfileRequest, context: Any) -> pb.AdminProfile:
+        """AD-50."""
+        profile = await self._operations.profile(current_principal())
+        return CODEC.encode(profile, pb.AdminProfile())
+
+    async def ListOperations(
+        self, request: pb.ListAdminOperationsRequest, context: Any
+    ) -> pb.ListAdminOperationsResponse:
+        """AD-01."""
+        wanted = CODEC.decode(request, ListOperationsRequest)
+        page = await self._operations.list_operations(current_principal(), wanted)
+        return CODEC.encode(page, pb.ListAdminOperationsResponse())
+
+    async def WatchOperation(self, request: pb.WatchAdminOperationRequest, context: Any) -> Events:
+        """AD-01, AD-26."""
+        operation_id = require_text(request.operation_id, "operation_id")
+        events = self._operations.watch(
+            current_principal(), operation_id, after_sequence=request.after_sequence
+        )
+        async with detaching(events):
+            async for event in events:
+                yield CODEC.encode(event, pb.AdminOperationEvent())
+
+    # ------------------------------------------------------------------------------------------ shared
+
+    async def _mutate(self, message: Any, record_type: type[Mutation], rpc: str) -> Events:
+        call = decode_mutation(message, record_type, rpc=rpc, principal=current_principal())
+        events = self._operations.submit(call)
+        async with detaching(events):
+            async for event in events:
+                yield CODEC.encode(event, pb.AdminOperationEvent())
+
+    async def _finish(self, message: Any, record_type: type[Mutation], rpc: str, answer: Any) -> None:
+        """Run a mutation whose RPC answers once, and fill in the answer."""
+        call = decode_mutation(message, record_type, rpc=rpc, principal=current_principal())
+        events = self._operations.submit(call)
+        async with detaching(events):
+            async for event in events:
+                match event.event:
+                    case OperationCompleted(result=result):
+                        CODEC.encode(result, answer)
+                        return
+                    case OperationPlan() as plan:
+                        answer.plan.SetInParent()
+                        CODEC.encode(plan, answer.plan)
+                        return
+                    case OperationFailed(error=error):
+                        raise _ended(event.operation_id, "OPERATION_FAILED", error.message)
+                    case OperationCancelled(reason=reason):
+                        raise _ended(event.operation_id, "OPERATION_CANCELLED", reason)
+                    case _:
+                        continue
+        raise Internal("An operation's events ended without a terminal one.")
+
+
+def _ended(operation_id: str, reason: str, message: str) -> Conflict:
+    """An accepted operation that did not complete, for an RPC that has no events to say so (AD-46)."""
+    return Conflict(
+        message or "The operation did not complete; GetOperation tells the rest.",
+        reason=reason,
+        details={"operation_id": operation_id},
+    )
+
+
+@contextlib.asynccontextmanager
+async def detaching(events: AsyncIterator[AdminOperationEvent]) -> AsyncIterator[None]:
+    """Close an observer when its call ends, however it ends; that never touches the mutation (AD-22)."""
+    try:
+        yield
+    finally:
+        aclose = getattr(events, "aclose", None)
+        if aclose is not None:
+            await aclose()

@@ -1,0 +1,1 @@
+"""Typed clients for the command line, the console and tests."""
