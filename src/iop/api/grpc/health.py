@@ -7,6 +7,7 @@ is told of changes. So nothing has to be told to the health service, and nothing
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ class LiveHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its p
     def __init__(self, checks: Mapping[str, ServingCheck], *, period_s: float = 1.0) -> None:
         self._checks = dict(checks)
         self._period_s = period_s
-        self._is_shut_down = False
+        self._shut_down = asyncio.Event()
 
     async def Check(self, request: Any, context: Any) -> Any:
         """Answer for one service, or for all of them under the empty name.
@@ -55,18 +56,23 @@ class LiveHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its p
         return _Answer(status=self._status_of(request.service))
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        """Answer now, and whenever the answer changes; ends with the call."""
+        """Answer now, and whenever the answer changes; ends with the call, or after a shutdown was told."""
         last: int | None = None
         while True:
+            is_last = self._shut_down.is_set()
             status = self._status_of(request.service)
             if status != last:
                 last = status
                 yield _Answer(status=status)
-            await asyncio.sleep(self._period_s)
+            if is_last:
+                return  # a watcher must not hold up the stop of the listener
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._period_s):
+                    await self._shut_down.wait()
 
     def shut_down(self) -> None:
         """From now on nothing here serves, whatever the services say."""
-        self._is_shut_down = True
+        self._shut_down.set()
 
     def _status_of(self, service: str) -> int:
         if service == OVERALL:
@@ -75,4 +81,4 @@ class LiveHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its p
             is_serving = self._checks[service]()
         else:
             return int(_Answer.SERVICE_UNKNOWN)
-        return int(_Answer.SERVING if is_serving and not self._is_shut_down else _Answer.NOT_SERVING)
+        return int(_Answer.SERVING if is_serving and not self._shut_down.is_set() else _Answer.NOT_SERVING)
