@@ -1,100 +1,506 @@
 """Dispatch: from a caller's request to a leased, open stream on a Node, and to its one outcome.
 
-Skeleton of the public surface; see :class:`Dispatcher`.
+A request waits (phase WAITING), has a stream open (RUNNING), or has its outcome (SETTLED). Leases move on their own:
+a request that is settled early keeps its lease until the Node has confirmed the end, so that an engine is never
+overbooked by work that it has not yet dropped. All moves happen in the loop turn of their cause; nothing here waits but
+:meth:`Dispatcher.dispatch` for a lease and :meth:`Dispatcher.wait_idle`.
 """
 
 from __future__ import annotations
 
-from iop.core.ids import RequestId, RunId
-from iop.edge.calls import DispatchRequest, Outcome, PrepareCall, ServedTarget
-from iop.wire.messages import CancelReason, Usage
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import Final, assert_never
+
+from iop.core.errors import Draining, IopError, LocalProtocolError, NotFound, Unavailable
+from iop.core.ids import Generation, NodeId, RequestId, RunId
+from iop.edge.attempt import Attempt
+from iop.edge.calls import (
+    PRIORITY_MAX,
+    PRIORITY_MIN,
+    Call,
+    DispatchRequest,
+    Outcome,
+    PrepareCall,
+    ProviderKey,
+    TunnelCall,
+)
+from iop.edge.handle import ConnectionGoneError, DispatchHandle
+from iop.edge.outcomes import UNKNOWN_VERSION, OutcomeBook, RequestRecord
+from iop.edge.pools import (
+    Demand,
+    Granted,
+    Lease,
+    LeaseKind,
+    Pools,
+    Refusal,
+    RefusalReason,
+    Settlement,
+    Verdict,
+    WaiterId,
+    Waiting,
+)
+from iop.edge.refusals import error_of_refusal
+from iop.edge.snapshot import EdgeSnapshot
+from iop.net.ports import EdgeConnection, OutboundStream
+from iop.wire.messages import CancelReason, RunRequest, TunnelRequest
+
+__all__ = ["DispatchHandle", "Dispatcher"]
+
+EXPLAINED_CANDIDATES_MAX: Final = 16
+"""Larger pools are not listed by member in ``iop explain``: it would cost each request more than its dispatch."""
 
 
-class DispatchHandle:
-    """One dispatched request: what surfaces tell callers about it, and how they steer it.
-
-    The sink given by ``prepare`` gets the answer. Everything here is synchronous and safe after the end.
-    """
-
-    @property
-    def target(self) -> ServedTarget:
-        """Who serves the current attempt."""
-        raise NotImplementedError
-
-    @property
-    def run_id(self) -> RunId:
-        """Of the current attempt (EN-118)."""
-        raise NotImplementedError
-
-    @property
-    def provider_name(self) -> str:
-        """Opaque, stable name for ``x-iop-provider`` (SF-13); tells nothing about the Node."""
-        raise NotImplementedError
-
-    @property
-    def weight_version(self) -> str:
-        """Of the provider as known now; ``unknown`` where it is. Ask at the first byte and again at the end (AD-33)."""
-        raise NotImplementedError
-
-    @property
-    def queue_ms(self) -> int:
-        """Time between admission and the lease of the current attempt."""
-        raise NotImplementedError
-
-    @property
-    def queue_position(self) -> int:
-        """Waiters that stood ahead when the request was queued; 0 when it never waited."""
-        raise NotImplementedError
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """The recorded outcome, once there is one (EN-112)."""
-        raise NotImplementedError
-
-    def consumed(self, size_bytes: int) -> None:
-        """Body or delta bytes have been written to the caller: return their credit (EN-102)."""
-        raise NotImplementedError
-
-    def cancel(self, reason: CancelReason) -> None:
-        """The caller left, or waited too long: end it (EN-56, SF-07).
-
-        The first of terminal and cancel wins; a late or second cancel is a no-op (EN-112). After a winning cancel the
-        sink is not called any more. The lease returns when the Node confirms, within a bound.
-        """
-        raise NotImplementedError
-
-    def note_truncated(self) -> None:
-        """The surface saw that the answer is not whole (SF-14); call from ``on_end`` or ``on_error`` or before."""
-        raise NotImplementedError
-
-    def note_usage(self, usage: Usage) -> None:
-        """The surface observed usage in the body (EN-53); shown by ``iop explain``."""
-        raise NotImplementedError
+SHUTDOWN_CONFIRM_S: Final = 2.0
+"""After the drain deadline, how long Nodes have to confirm cancels before their connections close."""
 
 
 class Dispatcher:
-    """Waits for a lease, opens the stream under it, and settles the request once, however it ends."""
+    """Waits for a lease, opens the stream under it, and settles the request once, however it ends.
+
+    Args:
+        snapshot: the first configuration.
+        pools: the pools to lease from; nobody else settles their waiters.
+        outcomes: where outcomes are recorded.
+        find_connection: the connection of a generation while it is the ready owner, else ``None``.
+        new_run_id: makes a fresh id for each attempt (EN-118).
+        weight_version: what a provider is known to serve now.
+    """
+
+    def __init__(
+        self,
+        snapshot: EdgeSnapshot,
+        *,
+        pools: Pools,
+        outcomes: OutcomeBook,
+        find_connection: Callable[[NodeId, Generation], EdgeConnection | None],
+        new_run_id: Callable[[], RunId],
+        weight_version: Callable[[ProviderKey], str] = lambda _key: UNKNOWN_VERSION,
+    ) -> None:
+        self.pools = pools
+        self.outcomes = outcomes
+        self.is_closing = False
+        self.refusals: Counter[str] = Counter()
+        """Requests refused without a provider's answer, by reason."""
+        self.repeats_total = 0
+        self.overdue_cancels_total = 0
+        """Leases that came back although their Node never confirmed the cancel."""
+        self._snapshot = snapshot
+        self._find_connection = find_connection
+        self._new_run_id = new_run_id
+        self._weight_version = weight_version
+        self._loop = asyncio.get_running_loop()
+        self._live: dict[int, tuple[DispatchHandle, Attempt]] = {}
+        self._confirms: dict[int, asyncio.TimerHandle | None] = {}
+        self._waiting: dict[WaiterId, DispatchHandle | asyncio.Future[Settlement]] = {}
+        self._settlements: deque[Settlement] = deque()
+        self._is_settling = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._frozen: set[ProviderKey] = set()
+        self._idle: list[tuple[frozenset[ProviderKey] | None, asyncio.Future[None]]] = []
+
+    # ---- for surfaces ----
 
     async def dispatch(self, request: DispatchRequest, prepare: PrepareCall) -> DispatchHandle:
         """Dispatch a request.
 
         Returns when the stream was opened on a Node; the answer comes to the sink of the prepared call in later turns
-        of the loop, never before this returned. With a free slot nothing is awaited. An attempt that provably never reached its Node is repeated behind the scenes (EN-112):
-        ``prepare`` is then called again and ``handle.target`` changes; the sink of the failed attempt gets nothing.
+        of the loop, never before this returned. With a free slot nothing is awaited. An attempt that provably never
+        reached its Node is repeated behind the scenes (EN-112): ``prepare`` is then called again and
+        ``handle.target`` changes; the sink of the failed attempt gets nothing.
 
         Sink errors: ``StreamError.code`` is the stable reason (``node_lost``, ``timeout``, ``aborted_by_admin``,
-        ``edge_shutdown``, or the Node's own: ``upstream_connect``, ``upstream_truncated``, ``busy``, ...).
+        ``edge_shutdown``, a queue reason when a repeat found no provider, or the Node's own: ``connect_failed``,
+        ``upstream_truncated``, ``busy``, ...).
 
         Raises:
             NotFound: ``model_not_found``.
-            Unsupported: ``operation_not_supported``: no provider of the pool offers it; details name what is.
+            Unsupported: ``operation_not_supported`` or ``long_context_not_supported``: no provider of the pool offers
+                it; ``details["offered"]`` names the operations that are.
             Overloaded: ``queue_full`` at once, ``queue_timeout`` at the deadline; with ``retry_after_s`` (EN-110).
             Unavailable: ``no_capacity``: nobody lives in the pool, after the grace; with ``retry_after_s``.
             Draining: ``paused`` (AD-41) or ``edge_shutdown``; with ``retry_after_s``.
         Cancellation: safe; the waiter is removed at once and the request is recorded as ``client_cancelled``.
         """
-        raise NotImplementedError
+        now = self._loop.time()
+        record = self.outcomes.begin(request.request_id, request.model, caller=request.caller, now=now)
+        if self.is_closing:
+            raise self._reject(
+                record, Draining("the gateway is shutting down", reason="edge_shutdown", retry_after_s=5.0)
+            )
+        model = self._snapshot.find_model(request.model)
+        if model is None:
+            message = f"the model {request.model[:200]!r} is not served here"
+            raise self._reject(record, NotFound(message, reason="model_not_found"))
+        threshold = model.long_context_tokens
+        demand = Demand(
+            model=model.id,
+            operation=request.operation,
+            request_id=request.request_id,
+            run_id=self._new_run_id(),
+            is_long=threshold is not None and request.estimated_prompt_tokens > threshold,
+            priority=max(PRIORITY_MIN, min(PRIORITY_MAX, request.priority)),
+            session=request.session,
+            preferred_provider=request.preferred_provider,
+        )
+        if len(model.members) <= EXPLAINED_CANDIDATES_MAX:
+            record.candidates = tuple(self.pools.explain(demand, now=now))
+        handle = DispatchHandle(self, request, prepare, record, demand, self._snapshot.limits, now)
+        answer = self.pools.acquire(demand, now=now)
+        while True:
+            if isinstance(answer, Waiting):
+                answer = await self._wait(handle, answer)
+            if isinstance(answer, Refusal):
+                raise self._reject(record, error_of_refusal(answer, request.model))
+            if isinstance(answer, Lease):
+                if answer.id in self.pools.leases and self._open(handle, answer):
+                    return handle
+                # Fenced between the grant and this turn, or the connection had just begun to close.
+                if not handle.may_try_again:
+                    lost = Unavailable("the provider's Node was lost", reason="node_lost", retry_after_s=1.0)
+                    raise self._reject(record, lost)
+                handle.demand = replace(handle.demand, run_id=self._new_run_id())
+                answer = self.pools.acquire_again(handle.demand, handle.number, now=self._loop.time())
 
-    def record_rejection(self, request_id: RequestId, model: str, reason: str) -> None:
+    def record_rejection(self, request_id: RequestId, model: str, reason: str, *, caller: str = "") -> None:
         """Record a request that a surface refused before dispatch, for ``iop explain`` (EN-112)."""
-        raise NotImplementedError
+        now = self._loop.time()
+        record = self.outcomes.begin(request_id, model, caller=caller, now=now)
+        self.refusals[reason] += 1
+        self.outcomes.settle(record, Outcome.REJECTED, reason=reason, now=now)
+
+    # ---- for the shell around registry and gates ----
+
+    def apply(self, settlements: Iterable[Settlement]) -> None:
+        """Carry out what the pools decided. Reentrant: nested decisions queue up behind."""
+        self._settlements.extend(settlements)
+        if self._is_settling:
+            return
+        self._is_settling = True
+        try:
+            while self._settlements:
+                self._deliver(self._settlements.popleft())
+        finally:
+            self._is_settling = False
+        self.rearm()
+
+    def lose(self, leases: Collection[Lease], settlements: Iterable[Settlement]) -> None:
+        """A generation was fenced: each of its pending dispatches gets its outcome at once (EN-31, EN-112)."""
+        for lease in leases:
+            entry = self._live.pop(lease.id, None)
+            self._forget_confirm(lease.id)
+            if entry is not None:
+                handle, attempt = entry
+                handle.lose(attempt)
+        self.apply(settlements)
+        self._tell_idle()
+
+    def apply_snapshot(self, snapshot: EdgeSnapshot) -> None:
+        """Take a new configuration; running requests keep the limits they were admitted under (EN-114)."""
+        self._snapshot = snapshot
+        self.apply(self.pools.apply_snapshot(snapshot, now=self._loop.time()))
+
+    def abort(self, keys: Collection[ProviderKey]) -> int:
+        """End all work on these providers with ``aborted_by_admin``; how many had no outcome yet (AD-41)."""
+        ended = 0
+        for handle, attempt in list(self._live.values()):
+            if attempt.lease.key in keys and handle.runs(attempt):
+                ended += handle.call_off(CancelReason.ABORTED_BY_ADMIN, tells_sink=True)
+        return ended
+
+    def freeze(self, keys: Collection[ProviderKey]) -> int:
+        """KEEP: stop the clocks of all work on these providers; how many (AD-41, SF-12). Idempotent."""
+        self._frozen |= set(keys)
+        kept = 0
+        for handle, attempt in list(self._live.values()):
+            if attempt.lease.key in keys:
+                kept += 1
+                handle.freeze()
+                self._stop_confirm(attempt)
+        return kept
+
+    def thaw(self, keys: Collection[ProviderKey]) -> int:
+        """The clocks of all work on these providers run again; how many."""
+        self._frozen -= set(keys)
+        resumed = 0
+        for handle, attempt in list(self._live.values()):
+            if attempt.lease.key in keys:
+                resumed += 1
+                handle.thaw()
+                if attempt.lease.id in self._confirms:
+                    self._start_confirm(attempt)
+        return resumed
+
+    def live_on(self, keys: Collection[ProviderKey]) -> int:
+        """Streams open on these providers, confirmed cancels aside."""
+        return sum(1 for _, attempt in self._live.values() if attempt.lease.key in keys)
+
+    async def wait_idle(self, keys: Collection[ProviderKey] | None = None) -> None:
+        """Wait until no stream is open on these providers (all, for ``None``). The caller bounds the wait."""
+        wanted = None if keys is None else frozenset(keys)
+        while self._is_busy(wanted):
+            future = self._loop.create_future()
+            entry = (wanted, future)
+            self._idle.append(entry)
+            try:
+                await future
+            finally:
+                if entry in self._idle:
+                    self._idle.remove(entry)
+
+    async def shut_down(self, *, deadline_s: float) -> None:
+        """Stop admission, let runs finish, then cancel the rest and wait for them a little (EN-109)."""
+        self.is_closing = True
+        self.apply(self.pools.deny_all(RefusalReason.SHUTDOWN))
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.wait_idle()
+        except TimeoutError:
+            for handle, attempt in list(self._live.values()):
+                if handle.runs(attempt):
+                    handle.call_off(CancelReason.EDGE_SHUTDOWN, tells_sink=True)
+            try:
+                async with asyncio.timeout(SHUTDOWN_CONFIRM_S):
+                    await self.wait_idle()
+            except TimeoutError:
+                pass
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def rearm(self) -> None:
+        """Set the one timer to the pools' next deadline."""
+        at = self.pools.next_deadline()
+        if at is None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            return
+        if self._timer is not None:
+            if at == self._timer_at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_at(at, self._deadline_passed)
+
+    # ---- for handles ----
+
+    def now(self) -> float:
+        """The loop's monotonic seconds."""
+        return self._loop.time()
+
+    def call_at(self, at: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        """Arm a timer of a request."""
+        return self._loop.call_at(at, callback)
+
+    def is_frozen(self, key: ProviderKey) -> bool:
+        """Whether a KEEP pause freezes the work of a provider."""
+        return key in self._frozen
+
+    def weight_version(self, key: ProviderKey) -> str:
+        """What a provider is known to serve now."""
+        return self._weight_version(key)
+
+    def send(self, handle: DispatchHandle, attempt: Attempt, call: Call) -> None:
+        """Open the attempt's stream on its generation's connection. Raises ConnectionGoneError."""
+        lease, target = attempt.lease, attempt.target
+        connection = self._find_connection(lease.key.node, lease.generation)
+        if connection is None:
+            raise ConnectionGoneError
+        timeout_sec = int(handle.limits.total_timeout_s)
+        stream: OutboundStream
+        self._live[lease.id] = (handle, attempt)
+        try:
+            if isinstance(call, TunnelCall):
+                stream = connection.open_tunnel(
+                    TunnelRequest(
+                        run_id=lease.run_id,
+                        adapter=lease.key.provider,
+                        target=target.target,
+                        operation=call.operation,
+                        method=call.method,
+                        path=call.path,
+                        headers=tuple(call.headers),
+                        stream=call.stream,
+                        timeout_sec=timeout_sec,
+                        metadata=call.metadata,
+                        session_id=call.session_id,
+                        long_context=lease.kind is LeaseKind.LONG,
+                    ),
+                    call.body,
+                    attempt,
+                )
+            else:
+                stream = connection.open_run(
+                    RunRequest(
+                        run_id=lease.run_id,
+                        adapter=lease.key.provider,
+                        target=target.target,
+                        workspace=target.workspace,
+                        input=call.input,
+                        metadata=call.metadata,
+                        session_id=call.session_id,
+                        timeout_sec=timeout_sec,
+                        stream=call.stream,
+                        long_context=lease.kind is LeaseKind.LONG,
+                        traceparent=call.traceparent,
+                        tracestate=call.tracestate,
+                    ),
+                    attempt,
+                )
+        except LocalProtocolError as error:
+            self._live.pop(lease.id, None)
+            raise ConnectionGoneError from error
+        attempt.stream = stream
+
+    def give_back(self, attempt: Attempt, verdict: Verdict) -> None:
+        """The Node is done with an attempt: its lease returns, once."""
+        self._live.pop(attempt.lease.id, None)
+        self._forget_confirm(attempt.lease.id)
+        settled = self.pools.release(attempt.lease, verdict, now=self._loop.time())
+        if settled:
+            self.apply(settled)
+        elif self.pools.waiting and verdict is Verdict.FAILURE:
+            self.rearm()  # the breaker may have opened
+        if self._idle:
+            self._tell_idle()
+
+    def hold_back(self, key: ProviderKey) -> None:
+        """The Node's own gate was full."""
+        self.pools.hold_back(key, self._loop.time() + self._snapshot.limits.busy_backoff_s)
+
+    def confirm_later(self, attempt: Attempt) -> None:
+        """A cancel was sent: bound the wait for its confirmation, unless a KEEP pause makes it wait (SF-07)."""
+        if attempt.lease.id not in self._live:
+            return
+        self._confirms[attempt.lease.id] = None
+        if attempt.lease.key not in self._frozen:
+            self._start_confirm(attempt)
+
+    def stop_waiting(self, waiter: WaiterId) -> None:
+        """A waiter's request ended."""
+        self._waiting.pop(waiter, None)
+        self.pools.cancel_wait(waiter)
+
+    def seek_again(self, handle: DispatchHandle, tried: frozenset[ProviderKey], number: int) -> None:
+        """Find another lease for a repeated request, without its caller noticing; with a new run id (EN-118)."""
+        self.repeats_total += 1
+        handle.demand = replace(handle.demand, run_id=self._new_run_id(), tried=tried)
+        answer = self.pools.acquire_again(handle.demand, number, now=self._loop.time())
+        self._continue(handle, answer)
+
+    # ---- inner ----
+
+    async def _wait(self, handle: DispatchHandle, waiting: Waiting) -> Lease | Refusal:
+        future: asyncio.Future[Settlement] = self._loop.create_future()
+        self._waiting[waiting.waiter] = future
+        handle.waits_as(waiting)
+        self.rearm()
+        try:
+            settlement = await future  # bounded: the pools settle every waiter at its deadline
+        except asyncio.CancelledError:
+            self._waiting.pop(waiting.waiter, None)
+            if not self.pools.cancel_wait(waiting.waiter) and future.done() and not future.cancelled():
+                settlement = future.result()
+                if isinstance(settlement, Granted):
+                    self.apply(self.pools.release(settlement.lease, Verdict.NEUTRAL, now=self._loop.time()))
+            handle.waits_no_more()
+            handle.settle_unserved(Outcome.CLIENT_CANCELLED, CancelReason.CLIENT_GONE.value)
+            raise
+        handle.waits_no_more()
+        return settlement.lease if isinstance(settlement, Granted) else settlement.refusal
+
+    def _deliver(self, settlement: Settlement) -> None:
+        waiting = self._waiting.pop(settlement.waiter, None)
+        if isinstance(waiting, DispatchHandle):
+            waiting.waits_no_more()
+            self._continue(
+                waiting, settlement.lease if isinstance(settlement, Granted) else settlement.refusal
+            )
+        elif waiting is not None and not waiting.done():
+            waiting.set_result(settlement)
+        elif isinstance(settlement, Granted):
+            # Its caller was cancelled in this very turn; the slot goes to the next.
+            self._settlements.extend(
+                self.pools.release(settlement.lease, Verdict.NEUTRAL, now=self._loop.time())
+            )
+
+    def _continue(self, handle: DispatchHandle, answer: Lease | Waiting | Refusal) -> None:
+        """Go on with a repeated request."""
+        match answer:
+            case Waiting():
+                self._waiting[answer.waiter] = handle
+                handle.waits_as(answer)
+                self.rearm()
+            case Refusal():
+                handle.fail_waiting(error_of_refusal(answer, handle.request.model))
+            case Lease():
+                try:
+                    is_open = self._open(handle, answer)
+                except IopError as error:
+                    handle.fail_waiting(error)
+                    return
+                if is_open:
+                    return
+                if handle.may_try_again:
+                    handle.try_again(answer.key)
+                else:
+                    handle.fail_waiting(Unavailable("the provider's Node was lost", reason="node_lost"))
+            case _:
+                assert_never(answer)
+
+    def _open(self, handle: DispatchHandle, lease: Lease) -> bool:
+        """Open under this lease; False when the connection is not there any more. Raises what ``prepare`` raises."""
+        is_open = False
+        try:
+            handle.open(lease)
+            is_open = True
+        except ConnectionGoneError:
+            self.hold_back(lease.key)
+        finally:
+            if not is_open:
+                self.apply(self.pools.release(lease, Verdict.NEUTRAL, now=self._loop.time()))
+        return is_open
+
+    def _deadline_passed(self) -> None:
+        self._timer = None
+        self.apply(self.pools.handle_deadline(self._loop.time()))
+
+    def _start_confirm(self, attempt: Attempt) -> None:
+        at = self._loop.time() + self._snapshot.limits.cancel_confirm_s
+        self._confirms[attempt.lease.id] = self._loop.call_at(at, self._cancel_overdue, attempt)
+
+    def _stop_confirm(self, attempt: Attempt) -> None:
+        timer = self._confirms.get(attempt.lease.id)
+        if timer is not None:
+            timer.cancel()
+            self._confirms[attempt.lease.id] = None
+
+    def _forget_confirm(self, lease_id: int) -> None:
+        timer = self._confirms.pop(lease_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _cancel_overdue(self, attempt: Attempt) -> None:
+        self.overdue_cancels_total += 1
+        if attempt.stream is not None:
+            attempt.stream.detach()
+        self.give_back(attempt, Verdict.FAILURE)
+
+    def _is_busy(self, keys: frozenset[ProviderKey] | None) -> bool:
+        if keys is None:
+            return bool(self._live)
+        return any(attempt.lease.key in keys for _, attempt in self._live.values())
+
+    def _tell_idle(self) -> None:
+        for keys, future in self._idle:
+            if not future.done() and not self._is_busy(keys):
+                future.set_result(None)
+
+    def _reject(self, record: RequestRecord, error: IopError) -> IopError:
+        self.refusals[error.reason] += 1
+        self.outcomes.settle(record, Outcome.REJECTED, reason=error.reason, now=self._loop.time())
+        return error

@@ -157,7 +157,7 @@ def verdict_of_status(status: int) -> Verdict:
 
 
 def may_repeat(error: StreamError, *, has_started: bool, is_handed_over: bool) -> bool:
-    """Whether another attempt is allowed: nothing reached the caller, and the Node provably did not pass it on (EN-112).
+    """Whether another attempt is allowed: nothing reached the caller, the Node provably did not pass it on (EN-112).
 
     Args:
         error: how the attempt ended.

@@ -44,6 +44,7 @@ class RefusalReason(Enum):
     QUEUE_TIMEOUT = "queue_timeout"
     NO_CAPACITY = "no_capacity"
     PAUSED = "paused"
+    SHUTDOWN = "edge_shutdown"
     MODEL_NOT_FOUND = "model_not_found"
     OPERATION_NOT_SUPPORTED = "operation_not_supported"
     LONG_CONTEXT_NOT_SUPPORTED = "long_context_not_supported"
