@@ -203,6 +203,11 @@ class InboundTunnel(Protocol):
         """How many body bytes may be sent now; may go below zero by one read's worth, then stop reading (EN-102)."""
         ...
 
+    @property
+    def cancel_at_safe_point(self) -> bool:
+        """Whether the cancel asked to wait until the engine, now frozen, steps again (SF-07, AD-41)."""
+        ...
+
     def bind(self, *, on_cancel: Callable[[CancelReason], None], on_writable: Callable[[], None]) -> None:
         """Install callbacks. ``on_cancel`` at most once; ``on_writable`` when credit rose above zero again."""
         ...
@@ -239,6 +244,11 @@ class InboundRun(Protocol):
     @property
     def credit_bytes(self) -> int:
         """How many delta bytes may be sent now (EN-102)."""
+        ...
+
+    @property
+    def cancel_at_safe_point(self) -> bool:
+        """As for tunnels."""
         ...
 
     def bind(self, *, on_cancel: Callable[[CancelReason], None], on_writable: Callable[[], None]) -> None:
