@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
+import secrets
+import tempfile
 from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from iop.admin.enums import (
     AdmissionPolicy,
     BusyPolicy,
     CacheKind,
+    CachePolicy,
     DrainTimeoutAction,
     PauseMode,
     ProfilerKind,
     ResourceKind,
     WeightRetention,
 )
-from iop.core.errors import Unavailable
-from iop.engine.generation import ChatMessage, ChatPrompt, GenerationEvent, GenerationRequest
+from iop import __version__
+from iop.core.errors import InvalidRequest, IopError, Unavailable
+from iop.engine import chat
+from iop.engine.blocks import BlockPool
+from iop.engine.checkpoint import ModelConfig, load_config, tensor_shapes, weights_file
+from iop.engine.exact import LANES
+from iop.engine.generation import ChatMessage, ChatPrompt, FinishReason, GenerationRequest
+from iop.engine.operations import SLOTS_MAX, Operations
+from iop.engine.profiler import Profiler
+from iop.engine.ranks import RankGroup
 from iop.engine.reports import (
     ArtifactFile,
     Counters,
@@ -30,40 +47,31 @@ from iop.engine.reports import (
     ReleaseReport,
     SlotsReport,
 )
-from iop.engine.settings import EngineSettings
+from iop.engine.runner import GenerationStream, Runner
+from iop.engine.scheduler import Scheduler
+from iop.engine.settings import EngineSettings, builtin_checkpoint
+from iop.engine.tokenizer import Tokenizer
+from iop.engine.updates import Updates, identity_root
 from iop.engine.weights import WeightSource
 
 __all__ = ["Engine", "GenerationStream"]
 
+_log = logging.getLogger(__name__)
 
-class GenerationStream:
-    """Events of one accepted request: an async iterator that is also an async context manager.
+NAME: Final = "iop-reference"
 
-    Ends after the ``Finished`` that carries ``usage``. Raises ``Unavailable`` when the engine fails under it. Closing
-    it, leaving its ``async with`` or cancelling the task that waits in it takes the request out of the scheduler at
-    once; that is idempotent and does nothing after the end.
-    """
 
-    request_id: str
-    prompt_tokens: int
-    weight_version: str
+@dataclass(slots=True, kw_only=True)
+class _Parts:
+    """What exists between ``start`` and ``aclose``."""
 
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> GenerationEvent:
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
-
-    async def aclose(self) -> None:
-        """Cancel what has not finished. Idempotent."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
+    config: ModelConfig
+    tokenizer: Tokenizer
+    ranks: RankGroup
+    runner: Runner
+    operations: Operations
+    updates: Updates
+    profiler: Profiler
 
 
 class Engine:
@@ -71,6 +79,12 @@ class Engine:
 
     def __init__(self, settings: EngineSettings | None = None) -> None:
         self._settings = settings or EngineSettings()
+        self._state = EngineState.CLOSED
+        self._stack = AsyncExitStack()
+        self._parts: _Parts | None = None
+        self._instance_id = secrets.token_hex(8)
+        self._failed = asyncio.Event()
+        self._why_failed = ""
 
     async def start(self) -> None:
         """Load the checkpoint into the ranks and begin to serve.
@@ -80,10 +94,121 @@ class Engine:
             InvalidRequest: the checkpoint is damaged or does not fit the settings.
             Unavailable: a rank did not come up.
         """
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        if self._state is not EngineState.CLOSED or self._parts is not None:
+            raise Unavailable("The engine was started before.", reason="ENGINE_STARTED")
+        self._state = EngineState.STARTING
+        self._check_settings()
+        try:
+            await self._start()
+        except BaseException:
+            self._state = EngineState.CLOSED
+            await self._stack.aclose()
+            raise
+        self._state = EngineState.SERVING
+        _log.info("engine.started instance=%s ranks=%d", self._instance_id, self._settings.ranks)
+
+    def _check_settings(self) -> None:
+        settings = self._settings
+        if settings.ranks < 1 or LANES % settings.ranks:
+            raise InvalidRequest("`ranks` must be 1, 2 or 4.", details={"field": "ranks"})
+        if not 1 <= settings.slots <= SLOTS_MAX:
+            raise InvalidRequest(f"`slots` must be from 1 to {SLOTS_MAX}.", details={"field": "slots"})
+        for name in ("kv_blocks", "kv_block_tokens", "prefill_chunk_tokens"):
+            if not 1 <= getattr(settings, name) <= 2**20:
+                raise InvalidRequest(f"`{name}` must be from 1 to 1048576.", details={"field": name})
+        if settings.waiting_max < 0 or settings.pad_weights_to_bytes < 0:
+            raise InvalidRequest("`waiting_max` and `pad_weights_to_bytes` must not be negative.")
+
+    async def _start(self) -> None:
+        settings = self._settings
+        folder = settings.checkpoint or builtin_checkpoint("first")
+        config = load_config(folder)
+        tokenizer = Tokenizer.load(folder / "tokenizer.json")
+        if tokenizer.size != config.vocabulary or not {chat.BOS, chat.END} <= tokenizer.specials.keys():
+            raise InvalidRequest("The checkpoint's tokenizer does not belong to its model; copy the checkpoint again.")
+        if settings.kv_blocks * settings.kv_block_tokens < config.context_tokens + settings.kv_block_tokens:
+            raise InvalidRequest(
+                f"`kv_blocks` times `kv_block_tokens` must exceed the context of {config.context_tokens} tokens.",
+                details={"field": "kv_blocks"},
+            )
+        ranks = RankGroup(ranks=settings.ranks, on_lost=self._fail)
+        self._stack.callback(ranks.close)
+        weights = weights_file(folder)
+        setup = {
+            "checkpoint": str(folder.absolute()),
+            "weights": str(weights.absolute()),
+            "version": config.weight_version,
+            "blocks": settings.kv_blocks,
+            "block_tokens": settings.kv_block_tokens,
+            "pad_to_bytes": settings.pad_weights_to_bytes,
+        }
+        rows = SLOTS_MAX + settings.prefill_chunk_tokens
+        await ranks.start(setup, config=config, rows=rows, timeout_s=settings.start_timeout_s)
+        pool = BlockPool(blocks=settings.kv_blocks, block_tokens=settings.kv_block_tokens)
+        scheduler = Scheduler(pool=pool, slots=settings.slots, prefill_chunk_tokens=settings.prefill_chunk_tokens)
+        runner = Runner(
+            settings=settings,
+            config=config,
+            tokenizer=tokenizer,
+            scheduler=scheduler,
+            ranks=ranks,
+            weight_version=config.weight_version,
+        )
+        operations = Operations(runner=runner, ranks=ranks)
+        scheduler.root = identity_root([state.weight_digest for state in await operations.read_back()])
+        artifacts = settings.artifacts
+        if artifacts is None:
+            artifacts = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="iop-engine-")))
+        self._parts = _Parts(
+            config=config,
+            tokenizer=tokenizer,
+            ranks=ranks,
+            runner=runner,
+            operations=operations,
+            updates=Updates(
+                runner=runner,
+                ranks=ranks,
+                operations=operations,
+                config=config,
+                source=weights.absolute(),
+                spool=artifacts,
+                inline_bytes_max=settings.inline_bytes_max,
+            ),
+            profiler=Profiler(runner=runner, ranks=ranks, artifacts=artifacts),
+        )
+        group = await self._stack.enter_async_context(asyncio.TaskGroup())
+        task = group.create_task(self._run(runner), name="engine-steps")
+        self._stack.callback(task.cancel)
+
+    async def _run(self, runner: Runner) -> None:
+        """Supervise the step loop: whatever goes wrong in it ends the engine's service, not the process."""
+        try:
+            await runner.run()
+        except IopError as exc:
+            self._fail(exc.message)
+        except Exception:
+            _log.exception("engine.step_failed")
+            self._fail("The step loop failed.")
+
+    def _fail(self, why: str) -> None:
+        if self._state in (EngineState.FAILED, EngineState.CLOSED):
+            return
+        self._state = EngineState.FAILED
+        self._why_failed = why
+        _log.error("engine.failed instance=%s why=%s", self._instance_id, why)
+        if self._parts is not None:
+            self._parts.runner.fail(
+                Unavailable("The engine has failed and must be restarted.", reason="ENGINE_FAILED")
+            )
+            self._parts.ranks.close()
+        self._failed.set()
 
     async def aclose(self) -> None:
         """End all requests and all ranks; idempotent. No process is left when it returns."""
+        self._state = EngineState.CLOSED
+        if self._parts is not None:
+            self._parts.runner.fail(Unavailable("The engine is shutting down.", reason="ENGINE_CLOSED"))
+        await self._stack.aclose()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -97,25 +222,64 @@ class Engine:
     @property
     def info(self) -> EngineInfo:
         """Facts about this engine; valid after ``start``."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        settings, parts = self._settings, self._running()
+        return EngineInfo(
+            name=NAME,
+            version=__version__,
+            instance_id=self._instance_id,
+            model_id=settings.model_id,
+            context_tokens=parts.config.context_tokens,
+            vocabulary_size=parts.config.vocabulary,
+            ranks=settings.ranks,
+            slots=parts.runner.scheduler.slots,
+            waiting_max=settings.waiting_max,
+            kv_block_tokens=settings.kv_block_tokens,
+            kv_blocks_total=settings.kv_blocks,
+            eos_token_id=parts.tokenizer.specials[chat.END],
+            bos_token_id=parts.tokenizer.specials[chat.BOS],
+            parameters=sum(math.prod(shape) for shape in tensor_shapes(parts.config).values()),
+        )
 
     @property
     def state(self) -> EngineState:
         """Where the engine is in its life."""
-        return EngineState.CLOSED
+        if self._state is EngineState.SERVING and self._running().operations.pause_in_force is not None:
+            return EngineState.PAUSED
+        return self._state
 
     @property
     def weight_version(self) -> str:
         """Label of the committed weights."""
-        return ""
+        return self._running().runner.weight_version
 
     async def wait_failed(self) -> str:
         """Wait until the engine has failed and return why (for people)."""
-        return ""
+        await self._failed.wait()
+        return self._why_failed
 
     def counters(self) -> Counters:
         """Gauges and totals for metrics; never waits."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        runner = self._running().runner
+        scheduler, totals = runner.scheduler, runner.totals
+        return Counters(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kept=self._running().operations.kept(),
+            kv_blocks_used=scheduler.pool.used,
+            kv_blocks_total=scheduler.pool.total,
+            prefix_entries=scheduler.pool.entries,
+            prefix_tokens_queried=scheduler.tokens_queried,
+            prefix_tokens_hit=scheduler.tokens_hit,
+            prefill_positions_computed=scheduler.prefill_positions,
+            tokens_generated=totals.tokens,
+            requests_accepted=totals.accepted,
+            requests_finished=totals.finished,
+            requests_cancelled=totals.cancelled,
+            requests_aborted=totals.aborted,
+            requests_overloaded=totals.overloaded,
+            preemptions=scheduler.preemptions,
+            steps=totals.steps,
+        )
 
     def render_chat(self, messages: Sequence[ChatMessage]) -> ChatPrompt:
         """Render a conversation, ready for the assistant's next turn.
@@ -123,15 +287,18 @@ class Engine:
         Raises:
             InvalidRequest: no message, or an unknown role.
         """
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return chat.render_chat(messages, self._running().tokenizer)
 
     def tokenize(self, text: str, *, special: bool = False) -> tuple[int, ...]:
         """Token ids of ``text``; ``special`` also reads marks such as ``<|end|>`` as the tokens they name."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return tuple(self._running().tokenizer.encode(text, special=special))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids``; bytes that are not UTF-8 become U+FFFD, marks become their names."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        tokenizer = self._running().tokenizer
+        if any(not 0 <= token < tokenizer.size for token in token_ids):
+            raise InvalidRequest(f"`token_ids` must be from 0 to {tokenizer.size - 1}.", details={"field": "token_ids"})
+        return tokenizer.decode(token_ids, special=True)
 
     def count_tokens(self, text: str) -> int:
         """How many tokens ``text`` has."""
@@ -147,11 +314,16 @@ class Engine:
             Draining: paused with admission REJECT (reason PAUSED).
             Unavailable: not started, closed or failed (reason ENGINE_CLOSED or ENGINE_FAILED).
         """
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return self._running().runner.submit(request)
 
-    def abort(self, request_id: str, *, message: str = "") -> bool:
-        """End a live request with reason ABORTED. Returns whether it was there."""
-        return False
+    def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORTED, message: str = "") -> bool:
+        """End a live request from outside, with ``reason`` in its terminal events. Returns whether it was there."""
+        runner = self._running().runner
+        live = runner.live.get(request_id)
+        if live is None:
+            return False
+        runner.end(live, reason=reason, message=message)
+        return True
 
     async def pause(
         self,
@@ -163,8 +335,10 @@ class Engine:
     ) -> PauseReport:
         """Stop the scheduler and close every rank's gate (AD-41). Idempotent for the same mode and admission.
 
-        DRAIN lets what was accepted finish (waiting requests stay queued, or are ended with Draining under REJECT);
-        ABORT ends it with reason ABORTED; KEEP freezes it, to go on at ``resume`` with no token lost.
+        DRAIN lets work in flight finish; ABORT ends it with reason ABORTED; KEEP freezes it, to go on at ``resume`` with
+        no token lost. In flight is what has started; with admission REJECT also what waits for a slot (with QUEUE that
+        waits on). A new request meanwhile waits (QUEUE) or gets ``Draining`` (REJECT). A caller who leaves a frozen
+        request has it taken out at once.
 
         Raises:
             DeadlineExceeded: the drain ran out of time and ``on_drain_timeout`` is FAIL; the gate is open again.
@@ -172,7 +346,9 @@ class Engine:
             Unavailable: the engine failed, or a rank does not read back as paused.
         Cancellation: safe; a pause that was not complete is taken back.
         """
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().operations.pause(
+            mode=mode, admission=admission, drain_timeout_s=drain_timeout_s, on_drain_timeout=on_drain_timeout
+        )
 
     async def resume(self) -> tuple[RankState, ...]:
         """Open the ranks' gates, then the scheduler. A no-op when not paused.
@@ -180,17 +356,17 @@ class Engine:
         Raises:
             PreconditionFailed: weights or KV are released (reason RESOURCES_RELEASED).
         """
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().operations.resume()
 
     async def flush(
         self, *, kinds: Collection[CacheKind], busy: BusyPolicy, wait_timeout_s: float = 30.0
     ) -> FlushReport:
-        """Empty caches (AD-40). Busy means that live sequences share cached blocks.
+        """Empty caches (AD-40) in the scheduler and in every rank's arena.
 
-        FAIL refuses while any does; WAIT waits for it, up to ``wait_timeout_s``; PREEMPT takes their blocks away, they
-        are computed again when next scheduled. Kinds other than PREFIX do not exist here: their outcome is UNKNOWN.
+        FAIL refuses while any sequence runs; WAIT waits for it, up to ``wait_timeout_s``; PREEMPT takes their blocks
+        away, they are computed again when next scheduled. Kinds other than PREFIX do not exist here: their outcome is UNKNOWN.
         """
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().operations.flush(kinds=kinds, busy=busy, wait_timeout_s=wait_timeout_s)
 
     async def release(
         self, *, kinds: Collection[ResourceKind], retention: WeightRetention | None = None
@@ -201,11 +377,11 @@ class Engine:
             PreconditionFailed: not paused (NOT_PAUSED), or DISCARD of weights with no source left (IRREVERSIBLE).
             Unsupported: captured graphs; there are none here.
         """
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().operations.release(kinds=kinds, retention=retention)
 
     async def restore(self, *, kinds: Collection[ResourceKind]) -> ReleaseReport:
         """Map again what was released; discarded weights are reloaded and verified by digest (AD-44). Idempotent."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().operations.restore(kinds=kinds)
 
     async def prepare_weights(
         self, update_id: str, *, source: WeightSource, version: str, ranks: Collection[int] | None = None
@@ -219,11 +395,11 @@ class Engine:
             NotFound: the source is not there.
             InvalidRequest: names, shapes, dtypes or digests do not match (reason SOURCE_MISMATCH).
         """
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().updates.prepare(update_id, source=source, version=version, ranks=ranks)
 
     async def apply_weights(self, update_id: str, *, ranks: Collection[int] | None = None) -> tuple[RankWeights, ...]:
         """Swap the prepared shard in, keeping the old one for ``undo_weights``. Needs a pause (NOT_PAUSED)."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().updates.apply(update_id, ranks=ranks)
 
     async def verify_weights(self, update_id: str, *, ranks: Collection[int] | None = None) -> tuple[RankWeights, ...]:
         """Recompute the digest of the shard in use and compare it with the prepared one.
@@ -231,15 +407,28 @@ class Engine:
         Raises:
             PreconditionFailed: they differ (reason VERIFICATION_FAILED).
         """
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().updates.verify(update_id, ranks=ranks)
 
     async def undo_weights(self, update_id: str, *, ranks: Collection[int] | None = None) -> tuple[RankWeights, ...]:
         """Put the old shard back (or drop the prepared one) and verify it. Idempotent; unknown ids are a no-op."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().updates.undo(update_id, ranks=ranks)
 
-    async def commit_weights(self, update_id: str, *, ranks: Collection[int] | None = None) -> tuple[RankWeights, ...]:
-        """Drop the old shard and publish the version label, after which ``undo_weights`` is a no-op (AD-38)."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+    async def commit_weights(
+        self,
+        update_id: str,
+        *,
+        cache_policy: CachePolicy = CachePolicy.FLUSH,
+        ranks: Collection[int] | None = None,
+    ) -> tuple[RankWeights, ...]:
+        """Drop the old shard, after which ``undo_weights`` is a no-op.
+
+        When the last rank commits, the version label is published (AD-38) and, unless ``cache_policy`` is KEEP, every
+        cached prefix of the old weights is dropped (AD-34); frozen sequences keep their own keys and values.
+
+        Raises:
+            PreconditionFailed: not applied on a chosen rank (NOT_APPLIED), or undone on some (UPDATE_UNDONE).
+        """
+        return await self._running().updates.commit(update_id, cache_policy=cache_policy, ranks=ranks)
 
     async def start_profile(
         self,
@@ -250,16 +439,23 @@ class Engine:
         max_duration_s: float | None = None,
     ) -> None:
         """Begin to record (AD-46). Idempotent by id. GPU is Unsupported; another id while one runs is a Conflict."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        await self._running().profiler.start(
+            profile_id, kinds=kinds, max_steps=max_steps, max_duration_s=max_duration_s
+        )
 
     async def stop_profile(self, profile_id: str) -> tuple[ArtifactFile, ...]:
         """Stop recording and name the files. Stopping a stopped one names them again; unknown ids are NotFound."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().profiler.stop(profile_id)
 
     async def set_slots(self, slots: int) -> SlotsReport:
         """Change how many sequences run side by side (AD-47); those beyond it finish first."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().operations.set_slots(slots)
 
     async def read_back(self) -> tuple[RankState, ...]:
         """Ask every rank for its own state, in order of rank (AD-37). Raises Unavailable when one does not answer."""
-        raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return await self._running().operations.read_back()
+
+    def _running(self) -> _Parts:
+        if self._parts is None or self._state is EngineState.CLOSED:
+            raise Unavailable("The engine is not running.", reason="ENGINE_CLOSED")
+        return self._parts
