@@ -349,7 +349,6 @@ class HttpConnection(asyncio.Protocol):
         self._target = b""
         self._headers = []
         self._header_bytes = 0
-        self._fed_bytes = 0
         self._body = []
         self._body_bytes = 0
 
