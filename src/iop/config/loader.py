@@ -24,7 +24,7 @@ __all__ = ["ENVIRONMENT_PREFIX", "Loaded", "Sources", "load_edge", "load_engine"
 
 ENVIRONMENT_PREFIX: Final = "IOP_"
 
-_OTHER_VARIABLES: Final = ("IOP_HOME", "IOP_LOG", "IOP_SIM", "IOP_BENCH", "IOP_TEST")
+_OTHER_VARIABLES: Final = ("IOP_HOME", "IOP_LOG", "IOP_PARENT", "IOP_SIM", "IOP_BENCH", "IOP_TEST")
 """Prefixes of variables of ours that are no config keys."""
 
 T = TypeVar("T")

@@ -1,0 +1,74 @@
+"""How commands print: data to standard output, the rest to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from iop.config import ConfigInvalid
+from iop.core.errors import IopError
+
+__all__ = ["data", "exit_with", "notes", "print_error", "print_json", "print_rows"]
+
+data = Console(soft_wrap=True, highlight=False, markup=False)
+"""Standard output: what was asked for."""
+
+notes = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+"""Standard error: progress, hints, errors."""
+
+
+def print_json(value: object) -> None:
+    """One JSON object on one line, so that both a parser and ``tail -1`` can take it."""
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def print_rows(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str) -> None:
+    """A plain table; ``empty`` is said when there is no row."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    count = 0
+    for row in rows:
+        table.add_row(*row)
+        count += 1
+    if count:
+        data.print(table)
+    else:
+        data.print(empty)
+
+
+def error_object(error: IopError) -> Mapping[str, Any]:
+    """An error as programs read it."""
+    shape: dict[str, Any] = {
+        "code": error.status.grpc,
+        "reason": error.reason,
+        "message": error.message,
+        "details": dict(error.details),
+        "retryable": error.retryable,
+    }
+    if isinstance(error, ConfigInvalid):
+        shape["problems"] = [
+            {"where": item.where, "key": item.key, "message": item.message, "fix": item.fix}
+            for item in error.problems
+        ]
+    return {"error": shape}
+
+
+def print_error(error: IopError, *, as_json: bool) -> None:
+    """Say what went wrong to people, and as an object to programs that asked for one."""
+    if as_json:
+        print_json(error_object(error))
+    codes = error.status.grpc if error.reason == error.code.value else f"{error.status.grpc}, {error.reason}"
+    known = " ".join(f"{key}={value}" for key, value in error.details.items())
+    notes.print(f"error: {error.message}", f"({codes}{'; ' if known else ''}{known})", style="red")
+
+
+def exit_with(code: int) -> NoReturn:
+    """End the command with an exit code of the documented table."""
+    raise SystemExit(code)

@@ -1,0 +1,93 @@
+"""Admin records as JSON values and as lines for people. Field names are the wire's."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from typing import Any, get_args
+
+from iop.admin.results import (
+    AdminOperation,
+    FlushCachesResult,
+    OperationAccepted,
+    OperationCancelled,
+    OperationCompleted,
+    OperationFailed,
+    OperationPlan,
+    OperationProgress,
+    OperationResult,
+    ParticipantUpdate,
+    PauseResult,
+    ResumeResult,
+)
+
+__all__ = ["describe_result", "event_name", "to_json"]
+
+_RESULTS = get_args(OperationResult)
+_EVENTS = {
+    OperationAccepted: "accepted",
+    OperationProgress: "progress",
+    ParticipantUpdate: "participant",
+    OperationCompleted: "completed",
+    OperationFailed: "failed",
+    OperationCancelled: "cancelled",
+    OperationPlan: "plan",
+}
+
+
+def event_name(body: object) -> str:
+    """The member of the event's ``oneof``."""
+    return _EVENTS[type(body)]
+
+
+def to_json(value: object) -> Any:
+    """A record as a JSON value: enums by name, bytes as hex, results under the member of their ``oneof``."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, bytes):
+        return value.hex()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        shape = {
+            item.name: to_json(getattr(value, item.name))
+            for item in dataclasses.fields(value)
+            if getattr(value, item.name) is not None
+        }
+        for name in ("result", "event"):
+            inner = getattr(value, name, None)
+            if isinstance(inner, _RESULTS):
+                shape[name] = {_result_name(inner): shape[name]}
+            elif type(inner) in _EVENTS:
+                shape[event_name(inner)] = shape.pop(name)
+        return shape
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((to_json(item) for item in value), key=str)
+    return value
+
+
+def _result_name(result: object) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(result).__name__.removesuffix("Result")).lower()
+
+
+def describe_result(operation: AdminOperation) -> list[str]:
+    """What a finished operation did, in lines for people."""
+    result = operation.result
+    if isinstance(result, PauseResult):
+        return [
+            f"paused: epoch {result.pause_epoch}, mode {result.mode.name.lower()};"
+            f" drained {result.drained}, aborted {result.aborted}, kept {result.kept}",
+            f"to end it: iop admin resume --epoch {result.pause_epoch}",
+        ]
+    if isinstance(result, ResumeResult):
+        return [f"resumed: epoch {result.pause_epoch} has ended; {result.resumed} kept requests go on"]
+    if isinstance(result, FlushCachesResult):
+        return [
+            f"{cache.participant_id}: {cache.kind.name.lower()} {cache.outcome.name.lower()}"
+            f"{f' ({cache.detail})' if cache.detail else ''}"
+            for cache in result.caches
+        ]
+    return [] if result is None else [f"{key}: {value}" for key, value in to_json(result).items()]
