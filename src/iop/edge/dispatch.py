@@ -156,10 +156,13 @@ class Dispatcher:
             if isinstance(answer, Refusal):
                 raise self._reject(record, error_of_refusal(answer, request.model))
             if isinstance(answer, Lease):
-                if answer.id in self.pools.leases and self._open(handle, answer):
+                if not self.pools.may_start(answer):
+                    # Between the grant and this turn its generation was fenced (the lease is back already), or a gate
+                    # closed: whoever closed it relies on nothing new starting behind it (AD-39).
+                    self.apply(self.pools.release(answer, Verdict.NEUTRAL, now=self._loop.time()))
+                elif self._open(handle, answer):
                     return handle
-                # Fenced between the grant and this turn, or the connection had just begun to close.
-                if not handle.may_try_again:
+                elif not handle.may_try_again:
                     lost = Unavailable("the provider's Node was lost", reason="node_lost", retry_after_s=1.0)
                     raise self._reject(record, lost)
                 handle.demand = replace(handle.demand, run_id=self._new_run_id())
@@ -186,6 +189,8 @@ class Dispatcher:
         finally:
             self._is_settling = False
         self.rearm()
+        if self._idle:
+            self._tell_idle()
 
     def lose(self, leases: Collection[Lease], settlements: Iterable[Settlement]) -> None:
         """A generation was fenced: each of its pending dispatches gets its outcome at once (EN-31, EN-112)."""
@@ -234,12 +239,14 @@ class Dispatcher:
                     self._start_confirm(attempt)
         return resumed
 
-    def live_on(self, keys: Collection[ProviderKey]) -> int:
-        """Streams open on these providers, confirmed cancels aside."""
-        return sum(1 for _, attempt in self._live.values() if attempt.lease.key in keys)
+    def running_on(self, keys: Collection[ProviderKey]) -> int:
+        """Requests without an outcome that have a stream open on these providers."""
+        return sum(
+            handle.runs(attempt) for handle, attempt in self._live.values() if attempt.lease.key in keys
+        )
 
     async def wait_idle(self, keys: Collection[ProviderKey] | None = None) -> None:
-        """Wait until no stream is open on these providers (all, for ``None``). The caller bounds the wait."""
+        """Wait until no lease is out on these providers (all, for ``None``). The caller bounds the wait."""
         wanted = None if keys is None else frozenset(keys)
         while self._is_busy(wanted):
             future = self._loop.create_future()
@@ -491,9 +498,10 @@ class Dispatcher:
         self.give_back(attempt, Verdict.FAILURE)
 
     def _is_busy(self, keys: frozenset[ProviderKey] | None) -> bool:
+        """By leases, not streams: a lease that was granted and not yet opened is work, too."""
         if keys is None:
-            return bool(self._live)
-        return any(attempt.lease.key in keys for _, attempt in self._live.values())
+            return len(self.pools.leases) > 0
+        return any(self.pools.leases.in_flight(key) for key in keys)
 
     def _tell_idle(self) -> None:
         for keys, future in self._idle:

@@ -7,7 +7,7 @@ alone, `selection` picks among those with room.
 
 from iop.edge.pools.breaker import Breaker, Verdict
 from iop.edge.pools.core import Pools
-from iop.edge.pools.gates import OPEN_GATE, RECONCILE_GATE, ProviderGate
+from iop.edge.pools.gates import OPEN_GATE, RECONCILE_GATE, GateMode, ProviderGate
 from iop.edge.pools.leases import Lease, LeaseBook, LeaseKind
 from iop.edge.pools.model import (
     Demand,
@@ -28,6 +28,7 @@ __all__ = [
     "Breaker",
     "Demand",
     "Denied",
+    "GateMode",
     "Granted",
     "Lease",
     "LeaseBook",

@@ -186,6 +186,13 @@ class Pools:
             return self._settle((provider,), now)
         return self._pump((provider,), now)
 
+    def may_start(self, lease: Lease) -> bool:
+        """Whether work may begin under a lease that was granted earlier: still out, and no gate closed since."""
+        if lease.id not in self.leases:
+            return False
+        provider = self._providers.get(lease.key)
+        return provider is not None and provider.gate.is_open
+
     def hold_back(self, key: ProviderKey, until: float) -> None:
         """A provider's own gate was full: nothing new for it until then (EN-117)."""
         provider = self._providers.get(key)
