@@ -6,20 +6,83 @@ about an administration call happens here.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
 
-from iop.admin.permissions import Principal
-from iop.admin.profile import AdminProfile
-from iop.admin.requests import ListOperationsRequest, MutationRequest
+from iop.admin import planner
+from iop.admin.capability import cancellable_kinds
+from iop.admin.enums import AdminErrorCode, AdminOperationKind, CancelDisposition
+from iop.admin.executor import Executor, ExecutorPorts, ExecutorTiming
+from iop.admin.gates import gates_of
+from iop.admin.journal import Advance, AuditEntry, Journal, KeyClaim
+from iop.admin.judging import judge_changes
+from iop.admin.listing import PAGE_SIZE_MAX, decode_page_token, encode_page_token
+from iop.admin.observers import Announcer, follow
+from iop.admin.participant import ParticipantDriver
+from iop.admin.permissions import (
+    PERMISSION_OF_KIND,
+    Permission,
+    Principal,
+    may_cancel_anything,
+    redact,
+    require,
+    require_cancel,
+)
+from iop.admin.profile import AdminLimits, AdminProfile
+from iop.admin.profiles import profile_of
+from iop.admin.reconciler import Reconciler, ReconcilerTiming
+from iop.admin.records import OperationRecord, view_of
+from iop.admin.requests import ListOperationsRequest, MutationRequest, kind_of
 from iop.admin.results import (
+    AdminError,
     AdminOperation,
     AdminOperationEvent,
     CancelResult,
+    OperationAccepted,
+    OperationCancelled,
+    OperationCompleted,
+    OperationFailed,
     OperationPage,
+    OperationPlan,
+    OperationResult,
 )
+from iop.admin.settle import Leftover, ended_badly
+from iop.admin.shape import check_shape
+from iop.admin.spool import referenced_blobs, spool, with_content
+from iop.core.clock import Clock
+from iop.core.errors import (
+    Conflict,
+    IopError,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+    Unsupported,
+)
+from iop.core.ids import OperationId
 
-__all__ = ["AdminCore", "MutationCall"]
+__all__ = ["AdminCore", "CoreTiming", "MutationCall"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CoreTiming:
+    """Every bound of the core that is time.
+
+    Attributes:
+        first_look_timeout_s: how long readiness waits for the first reconciliation of connected participants.
+        store_probe_s: how often the store is asked whether it can be written (AD-06, AD-100).
+        expiry_period_s: how often old operations are forgotten.
+    """
+
+    executor: ExecutorTiming = dataclasses.field(default_factory=ExecutorTiming)
+    reconciler: ReconcilerTiming = dataclasses.field(default_factory=ReconcilerTiming)
+    first_look_timeout_s: float = 10.0
+    store_probe_s: float = 5.0
+    expiry_period_s: float = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,26 +99,222 @@ class MutationCall:
     request_sha256: bytes
 
 
+_Accepted: TypeAlias = OperationId | IopError
+
+EXECUTION_ATTEMPTS = 3
+"""How often an execution that crashed on a bug of ours is taken up again before the operation is ended."""
+
+
 class AdminCore:
     """Accepts, executes, recovers and tells about operations.
 
     `run()` must be running; before it reports ready, `submit` is refused with UNAVAILABLE.
+
+    Args:
+        journal: the durable store; the core acquires its lease and closes it.
+        driver: carries steps to participants.
+        new_id: makes operation ids, unique for ever.
+        owner: names this process in the lease.
     """
 
+    def __init__(
+        self,
+        *,
+        journal: Journal,
+        driver: ParticipantDriver,
+        clock: Clock,
+        new_id: Callable[[], OperationId],
+        owner: str,
+        limits: AdminLimits | None = None,
+        timing: CoreTiming | None = None,
+    ) -> None:
+        self._journal = journal
+        self._driver = driver
+        self._clock = clock
+        self._new_id = new_id
+        self._owner = owner
+        self._limits = limits or AdminLimits()
+        self._timing = timing or CoreTiming()
+        self._announcer = Announcer()
+        self._executors: dict[OperationId, Executor] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._ready = asyncio.Event()
+        self._store_ok = False
+        self._gate_lock = asyncio.Lock()
+        self._reconciler = Reconciler(
+            journal,
+            driver,
+            clock,
+            self._timing.reconciler,
+            regate=self._regate,
+            with_content=lambda body: with_content(journal, body),
+        )
+        self._ports = ExecutorPorts(
+            journal=journal,
+            driver=driver,
+            clock=clock,
+            timing=self._timing.executor,
+            max_event_history=self._limits.max_event_history,
+            regate=self._regate,
+            announce=self._announcer.announce,
+            with_content=lambda body: with_content(journal, body),
+        )
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
     async def run(self) -> None:
-        """Recover unfinished operations, bring gates in force, then execute and reconcile until cancelled."""
-        raise NotImplementedError
+        """Take the lease, bring gates in force, recover, then execute and reconcile until cancelled.
+
+        Raises:
+            Unavailable: STORE_LEASED at the start, LEASE_LOST later: another process took over.
+        """
+        token = await self._journal.acquire(self._owner)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                await self._recover(tasks)
+                self._store_ok = True
+                self._ready.set()
+                logger.info("admin.ready owner=%s token=%d", self._owner, token)
+                tasks.create_task(self._reconciler.run(), name="admin reconciler")
+                tasks.create_task(self._watch_store(), name="admin store probe")
+                tasks.create_task(self._expire(), name="admin expiry")
+        except BaseExceptionGroup as group:
+            lost = group.subgroup(lambda e: isinstance(e, Unavailable))
+            if lost is not None:
+                raise _first(lost) from group
+            raise
+        finally:
+            self._ready.clear()
+            self._store_ok = False
+            self._tasks = None
+            await self._journal.aclose()
+
+    async def _recover(self, tasks: asyncio.TaskGroup) -> None:
+        """Gates first, then unfinished operations, then whoever is connected (AD-26)."""
+        await self._regate()
+        snapshot = await self._journal.snapshot()
+        for operation_id in sorted(snapshot.running, key=lambda i: snapshot.running[i].spec.ordinal):
+            tasks.create_task(self._execute(operation_id, is_recovery=True), name=f"op {operation_id}")
+        try:
+            async with asyncio.timeout(self._timing.first_look_timeout_s):
+                await self._reconciler.look(everybody=True)
+        except TimeoutError:
+            logger.warning("admin.first_look_incomplete")
 
     async def wait_ready(self) -> None:
         """Wait until pauses, releases, quarantines and versions are in force (AD-26): listeners may open."""
-        raise NotImplementedError
+        await self._ready.wait()
 
     @property
     def is_serving(self) -> bool:
         """Ready, and the store can be written; else health says NOT_SERVING (AD-06)."""
-        raise NotImplementedError
+        return self._ready.is_set() and self._store_ok
 
-    def submit(self, call: MutationCall) -> AsyncIterator[AdminOperationEvent]:
+    @property
+    def limits(self) -> AdminLimits:
+        """The limits that it enforces and advertises."""
+        return self._limits
+
+    def participants_changed(self) -> None:
+        """Tell the core that a participant joined, left or restarted: look again (AD-35). Never blocks."""
+        self._reconciler.look_again()
+        for executor in self._executors.values():
+            executor.wake()
+
+    async def _regate(self) -> None:
+        """Make outer admission follow the journal; the last caller's view wins."""
+        async with self._gate_lock:
+            snapshot = await self._journal.snapshot()
+            participants = self._driver.participants()
+            gates = gates_of(
+                snapshot.desired,
+                snapshot.running,
+                participants,
+                unreconciled=self._reconciler.unreconciled(participants),
+            )
+            await self._driver.apply_gates(gates)
+
+    async def _watch_store(self) -> None:
+        while True:
+            await asyncio.sleep(self._timing.store_probe_s)
+            try:
+                await self._journal.check_writable()
+            except Unavailable as exc:
+                if exc.reason == "LEASE_LOST":
+                    raise
+                if self._store_ok:
+                    logger.error("store.unwritable error=%s", exc)
+                self._store_ok = False
+            else:
+                self._store_ok = True
+
+    async def _expire(self) -> None:
+        """Forget what was promised no longer: keys and operations past their retention (AD-12)."""
+        retention_ms = max(self._limits.operation_retention_ms, self._limits.idempotency_retention_ms)
+        while True:
+            await asyncio.sleep(self._timing.expiry_period_s)
+            before = self._clock.unix_nanos() - retention_ms * 1_000_000
+            try:
+                snapshot = await self._journal.snapshot()
+                count = await self._journal.expire(
+                    ended_before_unix_nanos=before, keep_blobs=referenced_blobs(snapshot)
+                )
+            except Unavailable as exc:
+                logger.warning("operations.expiry_failed error=%s", exc)
+            else:
+                logger.info("operations.expired count=%d", count)
+
+    async def _execute(self, operation_id: OperationId, *, is_recovery: bool) -> None:
+        """The supervisor of one operation: a bug in its execution ends neither the process nor, silently, it."""
+        for attempt in range(EXECUTION_ATTEMPTS):
+            record = await self._journal.load(operation_id)
+            if record is None or record.moves.state.is_terminal:
+                break
+            executor = Executor(self._ports, record, is_recovery=is_recovery or attempt > 0)
+            self._executors[operation_id] = executor
+            try:
+                await self._reconciler.quiet([g.group_id for g in record.spec.groups])
+                await executor.run()
+            except Unavailable as exc:
+                if exc.reason == "LEASE_LOST":
+                    raise
+                logger.exception("operation.crashed op_id=%s", operation_id)
+            except Exception:  # noqa: BLE001 - see the docstring
+                logger.exception("operation.crashed op_id=%s", operation_id)
+            else:
+                break
+            finally:
+                self._executors.pop(operation_id, None)
+        else:
+            await self._give_up(operation_id)
+        self._announcer.announce(operation_id)
+        self._reconciler.look_again()
+
+    async def _give_up(self, operation_id: OperationId) -> None:
+        """End an operation that we cannot execute, closed: all its groups are quarantined."""
+        error = AdminError(code=AdminErrorCode.INTERNAL, message="the server failed to execute it")
+        now = self._clock.unix_nanos()
+        await self._journal.advance(
+            operation_id,
+            lambda snapshot, record: None
+            if record.moves.state.is_terminal
+            else ended_badly(
+                snapshot,
+                record,
+                error,
+                Leftover(
+                    quarantine={g.group_id: "an operation crashed" for g in record.spec.groups},
+                    changed=True,
+                ),
+                now_unix_nanos=now,
+            ),
+        )
+        await self._regate()
+
+    # --- mutations ----------------------------------------------------------------------------------------------------
+
+    async def submit(self, call: MutationCall) -> AsyncIterator[AdminOperationEvent]:
         """Check, accept and observe one mutation; closing the iterator only detaches (AD-22).
 
         The first event leaves after acceptance is durable (AD-20). With `validate_only`: exactly one plan event.
@@ -63,32 +322,334 @@ class AdminCore:
         Raises (at the first `__anext__`, before anything is journalled):
             IopError: a refusal, in the order of AD-17.
         """
-        raise NotImplementedError
+        principal, request = call.principal, call.request
+        method = kind_of(request).name
+        try:
+            require(principal, PERMISSION_OF_KIND[kind_of(request)])
+            check_shape(request, self._limits)
+            if request.options.validate_only:
+                plan = await self._plan(call)
+                outcome: OperationId | OperationPlan = plan
+            else:
+                outcome = await self._accept_shielded(call)
+        except IopError as refusal:
+            await self.audit(principal, method, outcome=refusal.reason, digest=call.request_sha256)
+            raise
+        reason = request.options.reason
+        if isinstance(outcome, OperationPlan):
+            await self.audit(
+                principal, method, outcome="PLANNED", digest=call.request_sha256, reason=reason
+            )
+            yield AdminOperationEvent(
+                operation_id="",
+                sequence=0,
+                timestamp_unix_nanos=self._clock.unix_nanos(),
+                event=outcome,
+            )
+            return
+        await self.audit(
+            principal,
+            method,
+            outcome="ACCEPTED",
+            operation_id=outcome,
+            digest=call.request_sha256,
+            reason=reason,
+        )
+        async for event in follow(self._journal, self._announcer, outcome, after_sequence=0):
+            yield event
+
+    async def run_to_end(self, call: MutationCall) -> OperationResult | OperationPlan:
+        """Submit and wait for the result: the unary form of StartProfile and StopProfile (AD-46).
+
+        Raises:
+            Conflict: OPERATION_FAILED with the operation id, when it failed or was cancelled after acceptance.
+            IopError: a refusal.
+        """
+        async for event in self.submit(call):
+            match event.event:
+                case OperationPlan() as plan:
+                    return plan
+                case OperationCompleted(result=result):
+                    return result
+                case OperationFailed(error=error):
+                    raise _failed(event.operation_id, error.message)
+                case OperationCancelled(reason=reason):
+                    raise _failed(event.operation_id, reason)
+                case _:
+                    pass
+        raise Unavailable("the observation ended before the operation", reason="DETACHED")
+
+    def _plan_input(self, call: MutationCall, operation_id: OperationId) -> planner.PlanInput:
+        return planner.PlanInput(
+            principal=call.principal,
+            request=call.request,
+            request_sha256=call.request_sha256,
+            operation_id=operation_id,
+            participants=self._driver.participants(),
+            limits=self._limits,
+            now_unix_nanos=self._clock.unix_nanos(),
+        )
+
+    def _require_ready(self) -> None:
+        if not self._ready.is_set():
+            raise Unavailable("the server is starting", reason="NOT_READY", retry_after_s=1.0)
+
+    async def _plan(self, call: MutationCall) -> OperationPlan:
+        self._require_ready()
+        inp = await self._judged(self._plan_input(call, self._new_id()))
+        plan = planner.explain(inp, await self._journal.snapshot())
+        if not self.is_serving:
+            return dataclasses.replace(plan, blockers=("STORE_UNAVAILABLE", *plan.blockers))
+        return plan
+
+    async def _judged(self, inp: planner.PlanInput) -> planner.PlanInput:
+        """Ask participants what they would make of a reconfiguration, if nothing else speaks against it (AD-47)."""
+        if kind_of(inp.request) is not AdminOperationKind.RECONFIGURE_SERVING:
+            return inp
+        snapshot = await self._journal.snapshot()
+        if any(True for _ in planner.refusals(inp, snapshot)):
+            return inp
+        ordinal = snapshot.desired.next_ordinal(now_us=self._clock.unix_nanos() // 1000)
+        blockers = await judge_changes(
+            self._driver,
+            inp.request,
+            operation_id=inp.operation_id,
+            ordinal=ordinal,
+            participants=inp.participants,
+            timeout_s=self._timing.executor.crew.read_back_timeout_s,
+        )
+        return dataclasses.replace(inp, blockers=blockers)
+
+    async def _accept_shielded(self, call: MutationCall) -> OperationId:
+        """Accept in a task of our own: a caller who leaves meanwhile must not leave an accepted operation idle."""
+        self._require_ready()
+        assert self._tasks is not None
+        task = self._tasks.create_task(self._accept_or_refusal(call), name="admin accept")
+        outcome = await asyncio.shield(task)
+        if isinstance(outcome, IopError):
+            raise outcome
+        return outcome
+
+    async def _accept_or_refusal(self, call: MutationCall) -> _Accepted:
+        try:
+            return await self._accept(call)
+        except IopError as refusal:
+            if refusal.reason == "STORE_UNAVAILABLE":
+                self._store_ok = False
+            return refusal
+
+    async def _accept(self, call: MutationCall) -> OperationId:
+        claim = KeyClaim(
+            principal=call.principal.name,
+            key=call.request.options.idempotency_key,
+            request_sha256=call.request_sha256,
+        )
+        # A retry of a success is never refused by its own effects, so the key comes before everything (AD-12).
+        replay = await self._journal.find_key(claim)
+        if replay is not None:
+            return replay.operation_id
+        call = dataclasses.replace(call, request=await spool(self._journal, call.request))
+        inp = await self._judged(self._plan_input(call, self._new_id()))
+        accepted = await self._journal.accept(claim, lambda snapshot: planner.accept(inp, snapshot))
+        if not isinstance(accepted, OperationRecord):
+            return accepted.operation_id
+        self._store_ok = True
+        operation_id = accepted.operation_id
+        assert self._tasks is not None
+        self._tasks.create_task(
+            self._execute(operation_id, is_recovery=False), name=f"op {operation_id}"
+        )
+        self._drop_superseded(accepted)
+        return operation_id
+
+    def _drop_superseded(self, accepted: OperationRecord) -> None:
+        """Executors whose operation the new one ended look at the journal and leave (AD-18)."""
+        ids = set(accepted.spec.participant_ids)
+        for other, executor in self._executors.items():
+            if other != accepted.operation_id and not ids.isdisjoint(executor.participant_ids):
+                executor.cancel()
+                self._announcer.announce(other)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     async def get(self, principal: Principal, operation_id: str) -> AdminOperation:
         """The whole state of one operation (AD-23). Raises NotFound."""
-        raise NotImplementedError
+        await self._authorized(principal, Permission.GET, "GET_OPERATION", operation_id)
+        return redact(view_of(await self._load(operation_id)), principal)
 
     async def list_operations(
         self, principal: Principal, request: ListOperationsRequest
     ) -> OperationPage:
         """One page, newest first. Raises InvalidRequest on a foreign page token."""
-        raise NotImplementedError
+        await self._authorized(principal, Permission.LIST, "LIST_OPERATIONS")
+        size = min(request.page_size or PAGE_SIZE_MAX, PAGE_SIZE_MAX)
+        records = await self._journal.list_operations(
+            before_ordinal=decode_page_token(request.page_token),
+            limit=size + 1,
+            kinds=frozenset(request.kinds),
+            states=frozenset(request.states),
+        )
+        shown = tuple(redact(view_of(r), principal) for r in records[:size])
+        more = encode_page_token(records[size - 1].spec.ordinal) if len(records) > size else ""
+        return OperationPage(operations=shown, next_page_token=more)
 
-    def watch(
+    async def watch(
         self, principal: Principal, operation_id: str, *, after_sequence: int = 0
     ) -> AsyncIterator[AdminOperationEvent]:
         """Events after a sequence, then live until the terminal one. Raises NotFound."""
-        raise NotImplementedError
-
-    async def cancel(self, principal: Principal, operation_id: str, *, reason: str) -> CancelResult:
-        """Ask to call an operation off (AD-24)."""
-        raise NotImplementedError
+        await self._authorized(principal, Permission.WATCH, "WATCH_OPERATION", operation_id)
+        record = await self._load(operation_id)
+        events = follow(
+            self._journal, self._announcer, record.operation_id, after_sequence=after_sequence
+        )
+        async for event in events:
+            yield _redacted(event, principal)
 
     async def profile(self, principal: Principal) -> AdminProfile:
         """What this server offers and how everything stands (AD-50)."""
-        raise NotImplementedError
+        await self._authorized(principal, Permission.PROFILE, "GET_ADMIN_PROFILE")
+        snapshot = await self._journal.snapshot()
+        return profile_of(
+            snapshot.desired,
+            self._driver.participants(),
+            limits=self._limits,
+            seen=self._reconciler.last_seen,
+        )
 
-    def participants_changed(self) -> None:
-        """Tell the core that a participant joined, left or restarted: look again (AD-35). Never blocks."""
-        raise NotImplementedError
+    async def cancel(self, principal: Principal, operation_id: str, *, reason: str) -> CancelResult:
+        """Ask to call an operation off (AD-24).
+
+        Raises:
+            NotFound, PermissionDenied: unknown id, the one for whoever may cancel something, else the other.
+            Unsupported: CANCEL_UNSUPPORTED for this kind.
+        """
+        try:
+            result = await self._cancel(principal, operation_id, reason)
+        except IopError as refusal:
+            await self.audit(
+                principal, "CANCEL_OPERATION", outcome=refusal.reason, operation_id=operation_id
+            )
+            raise
+        await self.audit(
+            principal,
+            "CANCEL_OPERATION",
+            outcome=result.disposition.name,
+            operation_id=operation_id,
+            reason=reason,
+        )
+        return result
+
+    async def _cancel(self, principal: Principal, operation_id: str, reason: str) -> CancelResult:
+        found = await self._journal.load(operation_id)
+        if found is None:
+            if may_cancel_anything(principal):
+                raise _unknown(operation_id)
+            raise PermissionDenied("this principal may cancel nothing")
+        require_cancel(principal, found.spec.kind)
+        if found.spec.kind not in cancellable_kinds():
+            raise Unsupported(
+                f"an operation of kind {found.spec.kind.name} cannot be cancelled",
+                reason="CANCEL_UNSUPPORTED",
+                details={"kind": found.spec.kind.name},
+            )
+        told: list[CancelDisposition] = []
+
+        def move(_snapshot: object, record: OperationRecord) -> Advance | None:
+            told[:] = [planner.judge_cancel(record)]
+            return planner.request_cancel(record, reason=reason)
+
+        record = await self._journal.advance(found.operation_id, move)
+        executor = self._executors.get(record.operation_id)
+        if executor is not None and told[0] is CancelDisposition.CANCELLING:
+            executor.cancel()
+        self._announcer.announce(record.operation_id)
+        return CancelResult(disposition=told[0], operation=redact(view_of(record), principal))
+
+    async def _load(self, operation_id: str) -> OperationRecord:
+        record = await self._journal.load(operation_id)
+        if record is None:
+            raise _unknown(operation_id)
+        return record
+
+    # --- audit --------------------------------------------------------------------------------------------------------
+
+    async def _authorized(
+        self, principal: Principal, permission: Permission, method: str, operation_id: str = ""
+    ) -> None:
+        try:
+            require(principal, permission)
+        except PermissionDenied as refusal:
+            await self.audit(principal, method, outcome=refusal.reason, operation_id=operation_id)
+            raise
+        await self.audit(principal, method, outcome="ALLOWED", operation_id=operation_id)
+
+    async def audit(
+        self,
+        principal: Principal,
+        method: str,
+        *,
+        outcome: str,
+        operation_id: str = "",
+        digest: bytes = b"",
+        reason: str = "",
+    ) -> None:
+        """Write one call to the log and, while the store can be written, to the audit chain (AD-101, AD-106).
+
+        Surfaces use it for what they refuse themselves. A store that cannot be written loses no refusal: the log
+        has it.
+        """
+        entry = AuditEntry(
+            at_unix_nanos=self._clock.unix_nanos(),
+            principal=principal.name,
+            peer=principal.peer,
+            method=method,
+            outcome=outcome,
+            operation_id=operation_id,
+            request_sha256=digest,
+            reason=reason,
+        )
+        head = ""
+        try:
+            head = (await self._journal.append_audit(entry)).digest.hex()
+        except Unavailable as exc:
+            logger.warning("audit.not_stored error=%s", exc)
+        logger.info(
+            "admin.called principal=%s peer=%s method=%s outcome=%s op_id=%s digest=%s audit_head=%s",
+            principal.name,
+            principal.peer,
+            method,
+            outcome,
+            operation_id,
+            digest.hex(),
+            head,
+        )
+
+
+def _unknown(operation_id: str) -> NotFound:
+    return NotFound(
+        "no such operation", reason="OPERATION_NOT_FOUND", details={"operation_id": operation_id}
+    )
+
+
+def _failed(operation_id: str, message: str) -> Conflict:
+    return Conflict(
+        f"operation {operation_id} did not complete: {message}",
+        reason="OPERATION_FAILED",
+        details={"operation_id": operation_id},
+        retryable=False,
+    )
+
+
+def _redacted(event: AdminOperationEvent, viewer: Principal) -> AdminOperationEvent:
+    if not isinstance(event.event, OperationAccepted):
+        return event
+    shown = OperationAccepted(operation=redact(event.event.operation, viewer))
+    return dataclasses.replace(event, event=shown)
+
+
+def _first(group: BaseExceptionGroup[Unavailable]) -> Unavailable:
+    inner: BaseException = group
+    while isinstance(inner, BaseExceptionGroup):
+        inner = inner.exceptions[0]
+    assert isinstance(inner, Unavailable)
+    return inner

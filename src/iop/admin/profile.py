@@ -22,6 +22,7 @@ from iop.admin.enums import (
     WeightRetention,
     WeightSourceKind,
 )
+from iop.admin.requests import WeightSource
 from iop.core.ids import GroupId, OperationId, ParticipantId
 
 __all__ = [
@@ -38,7 +39,12 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What one participant offers. An empty set means: nothing of that sort (AD-15)."""
+    """What one participant offers. An empty set means: nothing of that sort (AD-15).
+
+    Attributes:
+        holds_previous_weights: it can keep replaced weights until commit, so that any version can be put back
+            (AD-32). Not on the wire; drives `ModelWeights.reversible`.
+    """
 
     operations: frozenset[AdminOperationKind] = frozenset()
     cache_kinds: frozenset[CacheKind] = frozenset()
@@ -55,6 +61,7 @@ class Capabilities:
     profiler_kinds: frozenset[ProfilerKind] = frozenset()
     reconfigurable_fields: frozenset[ReconfigurableField] = frozenset()
     roles: frozenset[EngineRole] = frozenset()
+    holds_previous_weights: bool = False
     capacity_max: int | None = None
     data_parallel_size_max: int | None = None
 
@@ -68,7 +75,8 @@ class ParticipantInfo:
         models: public ids of the models served.
         aliases: other names for them, as (alias, model) pairs.
         connected: whether steps can reach it now.
-        instance: changes whenever the engine process behind it was restarted.
+        startup_source: where the weights that its engine started with can be read again, if anywhere.
+        instance: changes whenever it came back: its engine process was restarted or its connection renewed.
     """
 
     participant_id: ParticipantId
@@ -78,6 +86,7 @@ class ParticipantInfo:
     aliases: tuple[tuple[str, str], ...] = ()
     connected: bool = True
     instance: str = ""
+    startup_source: WeightSource | None = None
     node: str = ""
     provider: str = ""
     rank: int | None = None

@@ -280,7 +280,7 @@ class ParticipantReadBack:
     """The engine's own word on one participant's state; `None` means: could not be told (AD-37).
 
     Attributes:
-        instance: changes whenever the engine process was restarted.
+        instance: changes whenever the engine process was restarted, and only then; empty when not told.
         paused: whether the engine steps no more.
         frozen: requests frozen in it by a KEEP pause.
         released: resources that are released now.

@@ -1,0 +1,351 @@
+"""Keeps connected participants as they are meant to be (AD-35).
+
+A group is reconciled when it was read back equal to the desired state since it last came back. Until then its
+reconcile gate is closed. The loop looks on a signal and on a period, reads the whole wanted and actual state each
+time, and acts through the same steps as operations do. Groups that a running operation acts on are left to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from iop.admin.crew import Crew, CrewTiming, read_back_all
+from iop.admin.desired import Desired, QuarantineRecord, WeightRecord, with_item, without_item
+from iop.admin.enums import AdminErrorCode, ParticipantPhase
+from iop.admin.journal import Journal, Snapshot
+from iop.admin.participant import ParticipantDriver
+from iop.admin.profile import ParticipantInfo
+from iop.admin.reconcile import Remedy, remedy_for
+from iop.admin.steps import ParticipantReadBack, Step, StepCall
+from iop.admin.targets import by_group
+from iop.core.clock import Clock
+from iop.core.ids import GroupId, OperationId, ParticipantId
+
+__all__ = ["Reconciler", "ReconcilerTiming"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReconcilerTiming:
+    """Bounds of reconciliation.
+
+    Attributes:
+        period_s: connected participants are read back at least so often (AD-35). Shorter costs engines queries;
+            longer leaves drift unseen.
+        retry_s: how soon a group that could not be reconciled is looked at again.
+        remedy_timeout_s: bound of all steps of one remedy.
+        groups_at_once: read-backs side by side; bounds the burst on engines.
+    """
+
+    period_s: float = 30.0
+    retry_s: float = 1.0
+    remedy_timeout_s: float = 120.0
+    groups_at_once: int = 64
+    crew: CrewTiming = dataclasses.field(default_factory=CrewTiming)
+
+
+class Reconciler:
+    """Owns the knowledge of which groups are reconciled; `run` is its loop."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        driver: ParticipantDriver,
+        clock: Clock,
+        timing: ReconcilerTiming,
+        *,
+        regate: Callable[[], Awaitable[None]],
+        with_content: Callable[[Step], Awaitable[Step]],
+    ) -> None:
+        self._journal = journal
+        self._driver = driver
+        self._clock = clock
+        self._timing = timing
+        self._regate = regate
+        self._with_content = with_content
+        self._known: dict[GroupId, tuple[str, ...]] = {}
+        self._remedies: dict[GroupId, asyncio.Event] = {}
+        self._wake = asyncio.Event()
+        self.last_seen: dict[ParticipantId, ParticipantReadBack] = {}
+
+    def unreconciled(self, participants: Sequence[ParticipantInfo]) -> frozenset[GroupId]:
+        """Groups that must not take inference yet."""
+        return frozenset(
+            group
+            for group, members in by_group(participants).items()
+            if self._known.get(group) != _identity(members)
+        )
+
+    def look_again(self) -> None:
+        """Something may have changed."""
+        self._wake.set()
+
+    async def quiet(self, groups: Sequence[GroupId]) -> None:
+        """Wait until no remedy is under way on the groups; an operation that was accepted meanwhile goes next."""
+        for group in groups:
+            busy = self._remedies.get(group)
+            if busy is not None:
+                await busy.wait()
+
+    async def run(self) -> None:
+        """Reconcile until cancelled."""
+        next_full_look = self._clock.monotonic() + self._timing.period_s
+        while True:
+            pending = self._candidates(self._driver.participants(), everybody=False)
+            until = next_full_look
+            if pending:
+                until = min(until, self._clock.monotonic() + self._timing.retry_s)
+            try:
+                async with asyncio.timeout(max(0.0, until - self._clock.monotonic())):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            is_full = self._clock.monotonic() >= next_full_look
+            if is_full:
+                next_full_look = self._clock.monotonic() + self._timing.period_s
+            await self.look(everybody=is_full)
+
+    async def look(self, *, everybody: bool) -> None:
+        """One pass over the groups that need one, or over all that are connected."""
+        participants = self._driver.participants()
+        self._forget_gone(participants)
+        candidates = self._candidates(participants, everybody=everybody)
+        if not candidates:
+            return
+        if not everybody:
+            # Whoever came back is gated before it is asked anything.
+            await self._regate()
+        at_once = asyncio.Semaphore(self._timing.groups_at_once)
+        async with asyncio.TaskGroup() as tasks:
+            for group, members in candidates.items():
+                tasks.create_task(self._supervise(group, members, at_once), name=f"reconcile {group}")
+        await self._regate()
+
+    def _forget_gone(self, participants: Sequence[ParticipantInfo]) -> None:
+        groups = by_group(participants)
+        for group in list(self._known):
+            members = groups.get(group)
+            if members is None or not all(p.connected for p in members):
+                del self._known[group]
+
+    def _candidates(
+        self, participants: Sequence[ParticipantInfo], *, everybody: bool
+    ) -> Mapping[GroupId, tuple[ParticipantInfo, ...]]:
+        return {
+            group: members
+            for group, members in by_group(participants).items()
+            if all(p.connected for p in members)
+            and (everybody or self._known.get(group) != _identity(members))
+        }
+
+    async def _supervise(
+        self, group: GroupId, members: tuple[ParticipantInfo, ...], at_once: asyncio.Semaphore
+    ) -> None:
+        async with at_once:
+            try:
+                await self._reconcile(group, members)
+            except Exception:  # noqa: BLE001 - one group's trouble must not end the loop; it is looked at again
+                logger.exception("reconcile.failed group=%s", group)
+
+    async def _reconcile(self, group: GroupId, members: tuple[ParticipantInfo, ...]) -> None:
+        before = await self._journal.snapshot()
+        if _is_busy(before, group):
+            return
+        ids = [p.participant_id for p in members]
+        seen = await read_back_all(self._driver, ids, timeout_s=self._timing.crew.read_back_timeout_s)
+        self.last_seen.update(seen)
+        if not all(s.reachable for s in seen.values()):
+            self._known.pop(group, None)
+            return
+        await self._adopt_weights(members, seen)
+        remedy, ordinal = await self._claim(before, group, members, seen)
+        if remedy is None:
+            return
+        identity = _identity(members)
+        if remedy.incurable:
+            await self._quarantine(group, members, seen, remedy.incurable)
+        elif remedy.steps:
+            self._known.pop(group, None)
+            why = await self._remedy(group, members, remedy, ordinal)
+            if why:
+                await self._quarantine(group, members, seen, why)
+        await self._lift_if_restarted(group, members, seen)
+        self._known[group] = identity
+
+    async def _claim(
+        self,
+        before: Snapshot,
+        group: GroupId,
+        members: tuple[ParticipantInfo, ...],
+        seen: Mapping[ParticipantId, ParticipantReadBack],
+    ) -> tuple[Remedy | None, int]:
+        """Decide the remedy in a transaction, so that no operation is accepted in between unseen.
+
+        Returns no remedy at all when the state that was compared with is not the state any more.
+        """
+        found: list[Remedy] = []
+        now_us = self._clock.unix_nanos() // 1000
+
+        def decide(snapshot: Snapshot) -> Desired | None:
+            found.clear()
+            is_moved = snapshot.desired.revision != before.desired.revision
+            if _is_busy(snapshot, group) or is_moved:
+                return None
+            quarantine = snapshot.desired.quarantines.get(group)
+            if quarantine is not None and not _is_restarted(quarantine, seen):
+                found.append(Remedy())
+                return None
+            remedy = remedy_for(snapshot.desired, members, seen)
+            found.append(remedy)
+            if not remedy.steps:
+                return None
+            self._remedies[group] = asyncio.Event()
+            ordinal = snapshot.desired.next_ordinal(now_us=now_us)
+            return dataclasses.replace(snapshot.desired, last_ordinal=ordinal)
+
+        desired = await self._journal.amend(decide)
+        return (found[0] if found else None), desired.last_ordinal
+
+    async def _remedy(
+        self, group: GroupId, members: tuple[ParticipantInfo, ...], remedy: Remedy, ordinal: int
+    ) -> str:
+        """Execute a remedy behind the group's closed gate; returns why it failed, empty when it did not."""
+        logger.warning("reconcile.started group=%s steps=%d", group, len(remedy.steps))
+        try:
+            await self._regate()
+            until = self._clock.monotonic() + self._timing.remedy_timeout_s
+            for number, planned in enumerate(remedy.steps, start=1):
+                call = StepCall(
+                    operation_id=OperationId(f"reconcile-{ordinal}"),
+                    ordinal=ordinal,
+                    step=number,
+                    group_id=group,
+                    participant_ids=tuple(p.participant_id for p in members),
+                    body=await self._with_content(planned.body),
+                    timeout_s=max(0.001, until - self._clock.monotonic()),
+                )
+                crew = Crew(
+                    self._driver,
+                    self._clock,
+                    self._timing.crew,
+                    goal=planned.goal,
+                    phase=ParticipantPhase.APPLYING,
+                )
+                why = await self._run_one(crew, call, until)
+                if why:
+                    return why
+        finally:
+            self._remedies.pop(group).set()
+        return ""
+
+    async def _run_one(self, crew: Crew, call: StepCall, until: float) -> str:
+        async with crew:
+            crew.start([call])
+            while True:
+                for report in await crew.wait(until=until):
+                    self.last_seen.update({r.participant_id: r for r in report.after})
+                    if report.is_ok:
+                        return ""
+                    participant, error = next(iter(report.errors.items()))
+                    return f"reconciliation failed: {participant}: {error.message}"
+                if self._clock.monotonic() >= until:
+                    crew.abandon(AdminErrorCode.DEADLINE_EXCEEDED)
+                    until = self._clock.monotonic() + 1.0
+
+    async def _adopt_weights(
+        self, members: tuple[ParticipantInfo, ...], seen: Mapping[ParticipantId, ParticipantReadBack]
+    ) -> None:
+        """Take note of the weights that engines started with; they bind nobody."""
+        first = seen[members[0].participant_id]
+        version = first.weight_version
+        if version is None:
+            return
+
+        def adopt(snapshot: Snapshot) -> Desired | None:
+            missing = [m for m in members[0].models if m not in snapshot.desired.weights]
+            if not missing:
+                return None
+            weights = snapshot.desired.weights
+            for model in missing:
+                record = WeightRecord(
+                    model=model,
+                    version=version,
+                    source=members[0].startup_source,
+                    content_digest=first.content_digest,
+                )
+                weights = with_item(weights, model, record)
+            return dataclasses.replace(snapshot.desired, weights=weights)
+
+        await self._journal.amend(adopt)
+
+    async def _quarantine(
+        self,
+        group: GroupId,
+        members: tuple[ParticipantInfo, ...],
+        seen: Mapping[ParticipantId, ParticipantReadBack],
+        why: str,
+    ) -> None:
+        logger.error("participant.quarantined group=%s reason=%s", group, why)
+        record = QuarantineRecord(
+            group_id=group,
+            participant_ids=tuple(p.participant_id for p in members),
+            reason=why,
+            operation_id=OperationId(""),
+            since_unix_nanos=self._clock.unix_nanos(),
+            instances={p: s.instance for p, s in seen.items() if s.instance},
+        )
+        await self._journal.amend(
+            lambda snapshot: dataclasses.replace(
+                snapshot.desired, quarantines=with_item(snapshot.desired.quarantines, group, record)
+            )
+        )
+
+    async def _lift_if_restarted(
+        self,
+        group: GroupId,
+        members: tuple[ParticipantInfo, ...],
+        seen: Mapping[ParticipantId, ParticipantReadBack],
+    ) -> None:
+        """A quarantine ends when a restarted engine was reconciled (AD-31)."""
+        ids = [p.participant_id for p in members]
+        snapshot = await self._journal.snapshot()
+        quarantine = snapshot.desired.quarantines.get(group)
+        if quarantine is None or not _is_restarted(quarantine, seen):
+            return
+        after = await read_back_all(self._driver, ids, timeout_s=self._timing.crew.read_back_timeout_s)
+
+        def lift(current: Snapshot) -> Desired | None:
+            if current.desired.quarantines.get(group) != quarantine:
+                return None
+            remedy = remedy_for(current.desired, members, after)
+            if remedy.steps or remedy.incurable or not all(s.reachable for s in after.values()):
+                return None
+            return dataclasses.replace(
+                current.desired, quarantines=without_item(current.desired.quarantines, group)
+            )
+
+        await self._journal.amend(lift)
+
+
+def _identity(members: Sequence[ParticipantInfo]) -> tuple[str, ...]:
+    """Changes whenever a member came back."""
+    return tuple(f"{p.participant_id}@{p.instance}" for p in members if p.connected)
+
+
+def _is_busy(snapshot: Snapshot, group: GroupId) -> bool:
+    return any(g.group_id == group for r in snapshot.running.values() for g in r.spec.groups)
+
+
+def _is_restarted(
+    quarantine: QuarantineRecord, seen: Mapping[ParticipantId, ParticipantReadBack]
+) -> bool:
+    """Whether every engine process is another one than when the group was quarantined."""
+    return all(
+        s.instance and s.instance != quarantine.instances.get(p, s.instance if s.instance else "")
+        for p, s in seen.items()
+    )
