@@ -1,9 +1,9 @@
 """What the Edge and the Node see of a connection, and what a connection asks of them.
 
-Everything here is called on the event loop, synchronously, from the connection's own read or write turn. Callbacks must not
-block and must not raise; they hand bytes on and return. That is what keeps the relay path free of a task or a queue per
-chunk: a provider's bytes go from socket callback to socket write. Flow control is by credit (EN-102): whoever receives body
-bytes tells when it has got rid of them.
+Everything here is called on the event loop, synchronously, from the connection's own read or write turn. Callbacks
+must not block and must not raise; they hand bytes on and return. That is what keeps the relay path free of a task or a
+queue per chunk: a provider's bytes go from socket callback to socket write. Flow control is by credit (EN-102): whoever
+receives body bytes tells when it has got rid of them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OutboundStream(Protocol):
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether any part of the opening packet was handed to the socket; if not, it may be dispatched again (EN-112)."""
+        """Whether any part of the opening packet was handed to the socket; if not, it may go elsewhere (EN-112)."""
         ...
 
     def consumed(self, size_bytes: int) -> None:
@@ -116,10 +116,11 @@ class EdgeConnection(Protocol):
         """Answer a ready request; ``ready=False`` closes the connection after it was written (EN-14, EN-15)."""
         ...
 
-    def open_tunnel(
-        self, request: TunnelRequest, body: Sequence[bytes], sink: TunnelSink
-    ) -> OutboundStream:
-        """Open a tunnel; the body goes inline or in continuation frames (EN-101). Raises LocalProtocolError if not ready."""
+    def open_tunnel(self, request: TunnelRequest, body: Sequence[bytes], sink: TunnelSink) -> OutboundStream:
+        """Open a tunnel; the body goes inline or in continuation frames (EN-101).
+
+        Raises LocalProtocolError when the connection is not ready (EN-13) or the run id is in use.
+        """
         ...
 
     def open_run(self, request: RunRequest, sink: RunSink) -> OutboundStream:
@@ -264,7 +265,9 @@ class InboundCommand(Protocol):
     """A command waiting for its answer."""
 
     @property
-    def request(self) -> CommandRequest: ...
+    def request(self) -> CommandRequest:
+        """What is asked."""
+        ...
 
     def respond(self, response: CommandResponse) -> None:
         """Answer once; later calls are ignored."""
@@ -275,7 +278,9 @@ class InboundRefresh(Protocol):
     """A config refresh waiting for its answer."""
 
     @property
-    def config(self) -> NodeConfig: ...
+    def config(self) -> NodeConfig:
+        """What to apply."""
+        ...
 
     def respond(self, response: RefreshResponse) -> None:
         """Answer once; later calls are ignored."""
@@ -286,7 +291,9 @@ class InboundAdminStep(Protocol):
     """An admin step waiting for its one result."""
 
     @property
-    def step(self) -> AdminStep: ...
+    def step(self) -> AdminStep:
+        """What to do."""
+        ...
 
     @property
     def payload(self) -> Sequence[bytes]:

@@ -362,6 +362,15 @@ class RunEvent:
     usage: Usage | None = None
     error: StreamError | None = None
 
+    @property
+    def credit_bytes(self) -> int:
+        """What it costs of its stream's credit, and what its consumer returns (EN-102)."""
+        return _utf8_bytes(self.delta) + _utf8_bytes(self.reasoning_delta)
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunnelRequest:

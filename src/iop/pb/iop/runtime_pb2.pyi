@@ -964,6 +964,7 @@ class RunRequest(_message.Message):
     LONG_CONTEXT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    INPUT_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """New for every dispatch attempt (EN-118)."""
     adapter: _builtins.str
@@ -986,6 +987,8 @@ class RunRequest(_message.Message):
     traceparent: _builtins.str
     """W3C trace context."""
     tracestate: _builtins.str
+    input_bytes_total: _builtins.int
+    """Size of the whole input in bytes when input_continues is set, so that the Node can refuse early."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Caller-defined; travels untouched (EN-44)."""
@@ -1006,10 +1009,11 @@ class RunRequest(_message.Message):
         long_context: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        input_bytes_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "input", b"input", "input_continues", b"input_continues", "long_context", b"long_context", "metadata", b"metadata", "run_id", b"run_id", "session_id", b"session_id", "stream", b"stream", "target", b"target", "timeout_sec", b"timeout_sec", "traceparent", b"traceparent", "tracestate", b"tracestate", "workspace", b"workspace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "input", b"input", "input_bytes_total", b"input_bytes_total", "input_continues", b"input_continues", "long_context", b"long_context", "metadata", b"metadata", "run_id", b"run_id", "session_id", b"session_id", "stream", b"stream", "target", b"target", "timeout_sec", b"timeout_sec", "traceparent", b"traceparent", "tracestate", b"tracestate", "workspace", b"workspace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
