@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -66,25 +66,33 @@ class Process:
     Attributes:
         stopping: set when the role must stop gracefully.
         announce: tells that the role serves, with what programs may know about it (addresses and the like).
+        before_kill: takes what to do, without waiting, before a second signal ends the process.
     """
 
     stopping: asyncio.Event
     announce: Callable[[Mapping[str, Any]], None]
+    before_kill: Callable[[Callable[[], None]], None]
 
 
 Role = Callable[[Process], Awaitable[int]]
 
 
-def run_role(role: Role, *, ready_file: Path | None = None) -> int:
-    """Run a role until it ends and return the exit code.
+def run_role(prepare: Callable[[], Role], *, ready_file: Path | None = None) -> int:
+    """Make a role, run it until it ends, and return the exit code.
+
+    Args:
+        prepare: makes the role: reads its config and the like; may raise IopError.
+        ready_file: written when the role announces itself, removed when it ends.
 
     Raises:
-        IopError: what the role raised before it could serve; the caller prints it. A parent has been told already.
+        IopError: what went wrong, for the caller to print. A supervising parent has been told already.
     """
     report_fd = _descriptor(REPORT_VARIABLE)
     life_fd = _descriptor(LIFE_VARIABLE)
     if life_fd is not None:
         _die_with_parent()
+    if ready_file is not None:
+        ready_file.unlink(missing_ok=True)
 
     def announce(facts: Mapping[str, Any]) -> None:
         if ready_file is not None:
@@ -98,14 +106,14 @@ def run_role(role: Role, *, ready_file: Path | None = None) -> int:
         is_announced = True
         announce(facts)
 
-    async def main() -> int:
+    async def main(role: Role) -> int:
         stopping = asyncio.Event()
-        with _signals(stopping), _life_line(life_fd, stopping):
+        hooks: list[Callable[[], None]] = []
+        process = Process(stopping=stopping, announce=announce_once, before_kill=hooks.append)
+        with _signals(stopping, hooks), _life_line(life_fd, stopping):
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    work = tasks.create_task(
-                        _as_coroutine(role, Process(stopping=stopping, announce=announce_once))
-                    )
+                    work = tasks.create_task(_as_coroutine(role, process), name="role")
 
                     async def cancel_unready() -> None:
                         await stopping.wait()
@@ -122,8 +130,9 @@ def run_role(role: Role, *, ready_file: Path | None = None) -> int:
             return 0 if work.cancelled() else work.result()
 
     try:
+        role = prepare()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(main())
+            return runner.run(main(role))
     except IopError as error:
         _report(report_fd, {"error": error.message, "exit_code": error.status.exit_code})
         raise
@@ -148,12 +157,14 @@ def _only_iop_error(group: BaseExceptionGroup[BaseException]) -> IopError | None
 
 
 @contextlib.contextmanager
-def _signals(stopping: asyncio.Event) -> Iterator[None]:
+def _signals(stopping: asyncio.Event, before_kill: Sequence[Callable[[], None]]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:
         if stopping.is_set():
             _log.warning("process.killed", extra={"signal": signal.Signals(number).name})
+            for hook in before_kill:
+                hook()
             sys.stderr.flush()
             os._exit(EXIT_AT_ONCE)
         _log.info("process.stopping", extra={"signal": signal.Signals(number).name})
