@@ -38,7 +38,8 @@ def render_chat(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> ChatPr
         mark = _MARKS.get(message.role)
         if mark is None:
             raise InvalidRequest(
-                f"`messages` has the unknown role {message.role[:32]!r}; use {', '.join(_MARKS)}.", details={"field": "messages"}
+                f"`messages` has the unknown role {message.role[:32]!r}; use {', '.join(_MARKS)}.",
+                details={"field": "messages"},
             )
         text += (mark, message.content, END)
         ids += (marks[mark], *tokenizer.encode(message.content), marks[END])

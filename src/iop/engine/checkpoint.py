@@ -37,6 +37,7 @@ CONFIG_BYTES_MAX: Final = 64 * 1024
 HEADER_BYTES_MAX: Final = 1024 * 1024
 """A header of this model has a few kilobytes; a larger one is damage or malice."""
 
+_KINDS: Final[Mapping[str, tuple[type, ...]]] = {"str": (str,), "int": (int,), "float": (int, float)}
 _DTYPES: Final[Mapping[str, tuple[str, int]]] = {"F32": ("<f4", 4), "F16": ("<f2", 2), "BF16": ("<u2", 2)}
 
 
@@ -85,9 +86,10 @@ def load_config(folder: Path) -> ModelConfig:
         raise InvalidRequest(f"The checkpoint's config.json must have format {FORMAT}.")
     values: dict[str, Any] = {}
     for entry in fields(ModelConfig):
-        kind: type[str] | type[int] | tuple[type, ...] = {"str": str, "int": int, "float": (int, float)}[str(entry.type)]
         value = content.get(entry.name)
-        if not isinstance(value, kind) or isinstance(value, bool) or (not isinstance(value, str) and not 0 < value < 2**20):
+        if not isinstance(value, _KINDS[str(entry.type)]) or isinstance(value, bool):
+            raise InvalidRequest(f"The checkpoint's config.json needs a sensible `{entry.name}`.")
+        if isinstance(value, int | float) and not 0 < value < 2**20:
             raise InvalidRequest(f"The checkpoint's config.json needs a sensible `{entry.name}`.")
         values[entry.name] = value
     config = ModelConfig(**values)
@@ -97,18 +99,25 @@ def load_config(folder: Path) -> ModelConfig:
 
 def _check_geometry(config: ModelConfig) -> None:
     if any(size % LANES for size in (config.vocabulary, config.width, config.heads, config.ffn_width)):
-        raise InvalidRequest(f"The checkpoint's vocabulary, width, heads and ffn_width must be multiples of {LANES}.")
+        raise InvalidRequest(
+            f"The checkpoint's vocabulary, width, heads and ffn_width must be multiples of {LANES}."
+        )
     if config.width % config.heads or config.head_width % 2:
         raise InvalidRequest("The checkpoint's width must be heads times an even number.")
     if max(config.width, config.ffn_width // LANES) > INNER_MAX:
-        raise InvalidRequest(f"The checkpoint's inner dimensions must not exceed {INNER_MAX}; exact sums end there.")
+        raise InvalidRequest(
+            f"The checkpoint's inner dimensions must not exceed {INNER_MAX}; exact sums end there."
+        )
     if config.window_tokens > config.context_tokens or config.window_tokens > 2**13 or config.layers > 256:
         raise InvalidRequest("The checkpoint's window must fit the context and 8192 tokens, its layers 256.")
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of every tensor of the model."""
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocabulary, config.width), "norm.weight": (config.width,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed.weight": (config.vocabulary, config.width),
+        "norm.weight": (config.width,),
+    }
     for layer in range(config.layers):
         at = f"layers.{layer}."
         shapes[f"{at}attn_norm.weight"] = shapes[f"{at}mlp_norm.weight"] = (config.width,)
@@ -191,7 +200,9 @@ class TensorFile:
             raise InvalidRequest(f"The weights {what} {name[:80]!r}.", reason="SOURCE_MISMATCH")
         for name, shape in shapes.items():
             if self._entries[name][1] != shape:
-                raise InvalidRequest(f"The weights' {name!r} must have shape {list(shape)}.", reason="SOURCE_MISMATCH")
+                raise InvalidRequest(
+                    f"The weights' {name!r} must have shape {list(shape)}.", reason="SOURCE_MISMATCH"
+                )
 
     def read(self, name: str) -> F32:
         """One tensor as float32, a copy."""
@@ -203,7 +214,9 @@ class TensorFile:
         else:
             values = raw.astype(np.float32)
         if not np.isfinite(values).all():
-            raise InvalidRequest(f"The weights' {name!r} holds values that are not finite.", reason="SOURCE_MISMATCH")
+            raise InvalidRequest(
+                f"The weights' {name!r} holds values that are not finite.", reason="SOURCE_MISMATCH"
+            )
         return values.reshape(shape)
 
 
@@ -218,7 +231,9 @@ def file_sha256(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as exc:
-        raise NotFound("A weights file is not there or not readable; check the path.", reason="SOURCE_UNAVAILABLE") from exc
+        raise NotFound(
+            "A weights file is not there or not readable; check the path.", reason="SOURCE_UNAVAILABLE"
+        ) from exc
 
 
 def shard_specs(config: ModelConfig, ranks: int) -> dict[str, ArraySpec]:
@@ -229,26 +244,36 @@ def shard_specs(config: ModelConfig, ranks: int) -> dict[str, ArraySpec]:
     def array(*shape: int) -> ArraySpec:
         return ArraySpec(shape=shape, dtype="float32")
 
-    specs = {"embed": array(config.vocabulary // ranks, width), "embed.scale": array(config.vocabulary // ranks, 1)}
+    specs = {
+        "embed": array(config.vocabulary // ranks, width),
+        "embed.scale": array(config.vocabulary // ranks, 1),
+    }
     for layer in range(config.layers):
         at = f"{layer}."
         specs[at + "attn_norm"] = specs[at + "mlp_norm"] = array(width)
         specs[at + "qkv"], specs[at + "qkv.scale"] = array(width, 3 * local), array(3 * local)
         specs[at + "o"], specs[at + "o.scale"] = array(lanes, width // LANES, width), array(width)
         specs[at + "gate_up"], specs[at + "gate_up.scale"] = array(width, 2 * ffn), array(2 * ffn)
-        specs[at + "down"], specs[at + "down.scale"] = array(lanes, config.ffn_width // LANES, width), array(width)
+        specs[at + "down"], specs[at + "down.scale"] = (
+            array(lanes, config.ffn_width // LANES, width),
+            array(width),
+        )
     specs["norm"] = array(width)
     return specs
 
 
-def fill_shard(arrays: Mapping[str, F32], file: TensorFile, config: ModelConfig, *, rank: int, ranks: int) -> None:
+def fill_shard(
+    arrays: Mapping[str, F32], file: TensorFile, config: ModelConfig, *, rank: int, ranks: int
+) -> None:
     """Cut, quantise and store the shard of ``rank``: weights of 8 bits, one scale per output channel."""
 
     def part(size: int) -> slice:
         return slice(rank * size // ranks, (rank + 1) * size // ranks)
 
     def columns(names: tuple[str, ...], size: int, to: str) -> None:
-        integers, scale = quantise(np.concatenate([file.read(name)[part(size)] for name in names]), WEIGHT_LEVELS)
+        integers, scale = quantise(
+            np.concatenate([file.read(name)[part(size)] for name in names]), WEIGHT_LEVELS
+        )
         arrays[to][:] = integers.T
         arrays[to + ".scale"][:] = scale[:, 0]
 

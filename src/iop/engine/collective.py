@@ -57,7 +57,9 @@ class Exchange:
         self._map = mmap.mmap(fd, exchange_bytes(ranks=ranks, rows=rows, width=width, vocabulary=vocabulary))
         slots = _BANKS * ranks * rows * width
         self._slots: F32 = np.ndarray((_BANKS, ranks, rows, width), dtype=np.float32, buffer=self._map)
-        self.logits: F32 = np.ndarray((rows, vocabulary), dtype=np.float32, buffer=self._map, offset=4 * slots)
+        self.logits: F32 = np.ndarray(
+            (rows, vocabulary), dtype=np.float32, buffer=self._map, offset=4 * slots
+        )
         self._bank = 0
         self._others = [other for other in range(ranks) if other != rank]
         self._signals = signals
@@ -88,7 +90,7 @@ class Exchange:
         parts = [bank[rank, :rows] for rank in range(self._ranks)]
         while len(parts) > 1:
             parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-        return parts[0]
+        return np.asarray(parts[0], dtype=np.float32)
 
     def _wait_for(self, other: int) -> None:
         signal = self._signals[other, self._rank]

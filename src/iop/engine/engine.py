@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from iop import __version__
 from iop.admin.enums import (
     AdmissionPolicy,
     BusyPolicy,
@@ -25,7 +26,6 @@ from iop.admin.enums import (
     ResourceKind,
     WeightRetention,
 )
-from iop import __version__
 from iop.core.errors import InvalidRequest, IopError, Unavailable
 from iop.engine import chat
 from iop.engine.blocks import BlockPool
@@ -125,7 +125,9 @@ class Engine:
         config = load_config(folder)
         tokenizer = Tokenizer.load(folder / "tokenizer.json")
         if tokenizer.size != config.vocabulary or not {chat.BOS, chat.END} <= tokenizer.specials.keys():
-            raise InvalidRequest("The checkpoint's tokenizer does not belong to its model; copy the checkpoint again.")
+            raise InvalidRequest(
+                "The checkpoint's tokenizer does not belong to its model; copy the checkpoint again."
+            )
         if settings.kv_blocks * settings.kv_block_tokens < config.context_tokens + settings.kv_block_tokens:
             raise InvalidRequest(
                 f"`kv_blocks` times `kv_block_tokens` must exceed the context of {config.context_tokens} tokens.",
@@ -145,7 +147,9 @@ class Engine:
         rows = SLOTS_MAX + settings.prefill_chunk_tokens
         await ranks.start(setup, config=config, rows=rows, timeout_s=settings.start_timeout_s)
         pool = BlockPool(blocks=settings.kv_blocks, block_tokens=settings.kv_block_tokens)
-        scheduler = Scheduler(pool=pool, slots=settings.slots, prefill_chunk_tokens=settings.prefill_chunk_tokens)
+        scheduler = Scheduler(
+            pool=pool, slots=settings.slots, prefill_chunk_tokens=settings.prefill_chunk_tokens
+        )
         runner = Runner(
             settings=settings,
             config=config,
@@ -297,7 +301,9 @@ class Engine:
         """Text of ``token_ids``; bytes that are not UTF-8 become U+FFFD, marks become their names."""
         tokenizer = self._running().tokenizer
         if any(not 0 <= token < tokenizer.size for token in token_ids):
-            raise InvalidRequest(f"`token_ids` must be from 0 to {tokenizer.size - 1}.", details={"field": "token_ids"})
+            raise InvalidRequest(
+                f"`token_ids` must be from 0 to {tokenizer.size - 1}.", details={"field": "token_ids"}
+            )
         return tokenizer.decode(token_ids, special=True)
 
     def count_tokens(self, text: str) -> int:
@@ -316,7 +322,9 @@ class Engine:
         """
         return self._running().runner.submit(request)
 
-    def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORTED, message: str = "") -> bool:
+    def abort(
+        self, request_id: str, *, reason: FinishReason = FinishReason.ABORTED, message: str = ""
+    ) -> bool:
         """End a live request from outside, with ``reason`` in its terminal events. Returns whether it was there."""
         runner = self._running().runner
         live = runner.live.get(request_id)
@@ -397,11 +405,15 @@ class Engine:
         """
         return await self._running().updates.prepare(update_id, source=source, version=version, ranks=ranks)
 
-    async def apply_weights(self, update_id: str, *, ranks: Collection[int] | None = None) -> tuple[RankWeights, ...]:
+    async def apply_weights(
+        self, update_id: str, *, ranks: Collection[int] | None = None
+    ) -> tuple[RankWeights, ...]:
         """Swap the prepared shard in, keeping the old one for ``undo_weights``. Needs a pause (NOT_PAUSED)."""
         return await self._running().updates.apply(update_id, ranks=ranks)
 
-    async def verify_weights(self, update_id: str, *, ranks: Collection[int] | None = None) -> tuple[RankWeights, ...]:
+    async def verify_weights(
+        self, update_id: str, *, ranks: Collection[int] | None = None
+    ) -> tuple[RankWeights, ...]:
         """Recompute the digest of the shard in use and compare it with the prepared one.
 
         Raises:
@@ -409,7 +421,9 @@ class Engine:
         """
         return await self._running().updates.verify(update_id, ranks=ranks)
 
-    async def undo_weights(self, update_id: str, *, ranks: Collection[int] | None = None) -> tuple[RankWeights, ...]:
+    async def undo_weights(
+        self, update_id: str, *, ranks: Collection[int] | None = None
+    ) -> tuple[RankWeights, ...]:
         """Put the old shard back (or drop the prepared one) and verify it. Idempotent; unknown ids are a no-op."""
         return await self._running().updates.undo(update_id, ranks=ranks)
 

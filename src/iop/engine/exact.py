@@ -50,9 +50,20 @@ _NORM_LEVELS: Final = 32767.0
 _LOG2_E: Final = 1.4426950408889634
 _EXPONENT_MIN: Final = -60.0
 # Taylor terms of 2**f for f in [-1/2, 1/2]: ln(2)**k / k!. The error is below 1e-10, far under the fixed-point grid.
-_EXP2: Final = tuple(float(c) for c in (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158,
-                                        0.009618129107628477, 0.0013333558146428443, 0.00015403530393381608,
-                                        1.525273380405984e-05, 1.3215486790144307e-06))
+_EXP2: Final = tuple(
+    float(c)
+    for c in (
+        1.0,
+        0.6931471805599453,
+        0.2402265069591007,
+        0.05550410866482158,
+        0.009618129107628477,
+        0.0013333558146428443,
+        0.00015403530393381608,
+        1.525273380405984e-05,
+        1.3215486790144307e-06,
+    )
+)
 
 
 def quantise(x: F32, levels: int) -> tuple[F32, F32]:
@@ -61,6 +72,7 @@ def quantise(x: F32, levels: int) -> tuple[F32, F32]:
     Args:
         x: shape (..., K).
         levels: largest absolute integer.
+
     Returns:
         Integers of shape (..., K) and scales of shape (..., 1); a vector of zeros has scale 1.
     """
@@ -76,7 +88,7 @@ def inverse_rms(x: F32, epsilon: float) -> F32:
     grid = np.rint(x * (_NORM_LEVELS / peak))
     unit = peak / _NORM_LEVELS
     mean = (grid * grid).sum(axis=-1, keepdims=True) / x.shape[-1] * (unit * unit)
-    return (1.0 / np.sqrt(mean + epsilon)).astype(np.float32)
+    return np.asarray(1.0 / np.sqrt(mean + epsilon), dtype=np.float32)
 
 
 def exp_of_negative(x: F64) -> F64:
@@ -93,6 +105,6 @@ def exp_of_negative(x: F64) -> F64:
 
 
 def silu(x: F32) -> F32:
-    """x / (1 + e**-x), element by element."""
+    """X / (1 + e**-x), element by element."""
     small = exp_of_negative(-np.abs(x).astype(np.float64))
-    return (x * (np.where(x >= 0, 1.0, small) / (1.0 + small))).astype(np.float32)
+    return np.asarray(x * (np.where(x >= 0, 1.0, small) / (1.0 + small)), dtype=np.float32)

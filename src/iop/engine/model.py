@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 
 from iop.engine.arena import ArraySpec
 from iop.engine.checkpoint import ModelConfig
-from iop.engine.exact import ACTIVATION_LEVELS, F32, F64, KV_LEVELS, LANES, exp_of_negative, inverse_rms, quantise, silu
+from iop.engine.exact import (
+    ACTIVATION_LEVELS,
+    F32,
+    F64,
+    KV_LEVELS,
+    LANES,
+    exp_of_negative,
+    inverse_rms,
+    quantise,
+    silu,
+)
 
 __all__ = ["Shard", "StepItem", "kv_specs"]
 
@@ -90,6 +100,7 @@ class Shard:
             kv: arrays of ``kv_specs``; written.
             reduce: sums a (R, width) array over all ranks.
             logits: shape (rows, vocabulary); wanted rows are written from row 0 on, in order of items.
+
         Returns:
             How many rows of logits were wanted.
         """
@@ -114,8 +125,13 @@ class Shard:
             h = x[wanted]
             h = h * inverse_rms(h, config.norm_epsilon) * weights["norm"]
             integers, scale = quantise(h, ACTIVATION_LEVELS)
-            columns = slice(self._rank * config.vocabulary // self._ranks, (self._rank + 1) * config.vocabulary // self._ranks)
-            logits[: len(wanted), columns] = (integers @ weights["embed"].T) * scale * weights["embed.scale"][:, 0]
+            columns = slice(
+                self._rank * config.vocabulary // self._ranks,
+                (self._rank + 1) * config.vocabulary // self._ranks,
+            )
+            logits[: len(wanted), columns] = (
+                (integers @ weights["embed"].T) * scale * weights["embed.scale"][:, 0]
+            )
         return len(wanted)
 
     def _embed(self, tokens: NDArray[np.int64], weights: Mapping[str, F32]) -> F32:
@@ -200,7 +216,9 @@ class Shard:
             at[index, :, 0] = np.arange(item.start, item.start + rows)
         keys = first + np.arange(blocks * self._block_tokens)
         visible = (keys <= at) & (keys > at - self._config.window_tokens)
-        index_of_rows = np.array([[row + offset for offset in range(rows)] for row, _ in members], dtype=np.int64)
+        index_of_rows = np.array(
+            [[row + offset for offset in range(rows)] for row, _ in members], dtype=np.int64
+        )
         return _Group(rows=index_of_rows, table=table, visible=visible)
 
     def _targets(
@@ -239,7 +257,7 @@ def _gather(array: NDArray[Any], layer: int, table: NDArray[np.int64]) -> NDArra
     """Blocks of each item, joined along positions: (items, heads, positions, last)."""
     found = array[layer][table]
     items, blocks, heads, size, last = found.shape
-    return found.transpose(0, 2, 1, 3, 4).reshape(items, heads, blocks * size, last)
+    return np.asarray(found.transpose(0, 2, 1, 3, 4).reshape(items, heads, blocks * size, last))
 
 
 def _mix(scores: F32, visible: NDArray[np.bool_], values: F64, value_scale: F32) -> F32:
@@ -257,4 +275,5 @@ def _mix(scores: F32, visible: NDArray[np.bool_], values: F64, value_scale: F32)
     scaled = share * value_scale.swapaxes(-1, -2)
     top = scaled.max(axis=-1, keepdims=True)
     grid = np.rint(scaled * (_FIXED / top))
-    return ((grid @ values) * (top / _FIXED) / share.sum(axis=-1, keepdims=True)).astype(np.float32)
+    mean = (grid @ values) * (top / _FIXED) / share.sum(axis=-1, keepdims=True)
+    return np.asarray(mean, dtype=np.float32)

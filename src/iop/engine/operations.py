@@ -21,7 +21,14 @@ from iop.admin.enums import (
     ResourceKind,
     WeightRetention,
 )
-from iop.core.errors import DeadlineExceeded, InvalidRequest, IopError, PreconditionFailed, Unavailable, Unsupported
+from iop.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    IopError,
+    PreconditionFailed,
+    Unavailable,
+    Unsupported,
+)
 from iop.engine.generation import FinishReason
 from iop.engine.ranks import RankGroup
 from iop.engine.reports import (
@@ -114,12 +121,16 @@ class Operations:
         async with self.turn:
             before = self.pause_in_force
             if before is not None and mode is PauseMode.DRAIN and self.kept():
-                raise PreconditionFailed("Work is frozen by a KEEP pause; it cannot drain.", reason="PAUSE_MODE")
+                raise PreconditionFailed(
+                    "Work is frozen by a KEEP pause; it cannot drain.", reason="PAUSE_MODE"
+                )
             gates = (scheduler.can_admit, scheduler.can_run, runner.reject)
             drained = aborted = 0
             try:
                 runner.reject = admission is AdmissionPolicy.REJECT
-                in_flight = self._in_flight(admission) if before is None or mode is not PauseMode.DRAIN else []
+                in_flight = (
+                    self._in_flight(admission) if before is None or mode is not PauseMode.DRAIN else []
+                )
                 scheduler.can_admit = False
                 if mode is PauseMode.DRAIN:
                     drained, aborted = await self._drain(in_flight, drain_timeout_s, on_drain_timeout)
@@ -136,7 +147,12 @@ class Operations:
                 raise
             self.pause_in_force = Pause(mode=mode, admission=admission)
             return PauseReport(
-                mode=mode, admission=admission, drained=drained, aborted=aborted, kept=self.kept(), ranks=states
+                mode=mode,
+                admission=admission,
+                drained=drained,
+                aborted=aborted,
+                kept=self.kept(),
+                ranks=states,
             )
 
     def _in_flight(self, admission: AdmissionPolicy) -> list[Live]:
@@ -163,7 +179,9 @@ class Operations:
                     await runner.changed.wait()
         except TimeoutError as exc:
             if on_timeout is not DrainTimeoutAction.ABORT:
-                raise DeadlineExceeded("The work in flight did not finish in time.", reason="DRAIN_TIMEOUT") from exc
+                raise DeadlineExceeded(
+                    "The work in flight did not finish in time.", reason="DRAIN_TIMEOUT"
+                ) from exc
             aborted = self._abort([live for live in in_flight if not live.is_over])
             return runner.totals.finished - finished_before, aborted
         finally:
@@ -181,7 +199,9 @@ class Operations:
         """Put the gates as they were; a rank that cannot be told is lost, and the engine then fails closed."""
         runner, scheduler = self._runner, self._runner.scheduler
         if runner.failure is None:
-            orders = {"mode": int(before.mode), "admission": int(before.admission)} if before is not None else None
+            orders = (
+                {"mode": int(before.mode), "admission": int(before.admission)} if before is not None else None
+            )
             await self._ranks.call("resume" if orders is None else "pause", orders)
         scheduler.can_admit, scheduler.can_run, runner.reject = gates
         runner.wake()
@@ -208,13 +228,20 @@ class Operations:
 
     # --- caches (AD-40)
 
-    async def flush(self, *, kinds: Collection[CacheKind], busy: BusyPolicy, wait_timeout_s: float) -> FlushReport:
+    async def flush(
+        self, *, kinds: Collection[CacheKind], busy: BusyPolicy, wait_timeout_s: float
+    ) -> FlushReport:
         """See ``Engine.flush``."""
         if not kinds:
             raise InvalidRequest("`kinds` must name at least one cache.", details={"field": "kinds"})
         async with self.turn:
             outcomes = [
-                RankFlush(rank=rank, kind=kind, outcome=CacheOutcome.UNKNOWN, reason="This engine has no such cache.")
+                RankFlush(
+                    rank=rank,
+                    kind=kind,
+                    outcome=CacheOutcome.UNKNOWN,
+                    reason="This engine has no such cache.",
+                )
                 for kind in kinds
                 if kind is not CacheKind.PREFIX
                 for rank in range(self._ranks.count)
@@ -226,7 +253,9 @@ class Operations:
             states = await self.read_back()
             if CacheKind.PREFIX in kinds:
                 outcomes += [self._prefix_outcome(state, refusal) for state in states]
-            return FlushReport(outcomes=tuple(outcomes), entries_dropped=dropped, preempted=preempted, ranks=states)
+            return FlushReport(
+                outcomes=tuple(outcomes), entries_dropped=dropped, preempted=preempted, ranks=states
+            )
 
     async def _flush_prefixes(self, busy: BusyPolicy, wait_timeout_s: float) -> tuple[int, int, str]:
         """Entries dropped, sequences preempted, and why it was refused, if it was."""
@@ -273,12 +302,15 @@ class Operations:
 
     # --- memory (AD-43, AD-44)
 
-    async def release(self, *, kinds: Collection[ResourceKind], retention: WeightRetention | None) -> ReleaseReport:
+    async def release(
+        self, *, kinds: Collection[ResourceKind], retention: WeightRetention | None
+    ) -> ReleaseReport:
         """See ``Engine.release``."""
         self._check_kinds(kinds)
         if (ResourceKind.WEIGHTS in kinds) is not (retention is not None):
             raise InvalidRequest(
-                "`weight_retention` must be given with WEIGHTS and only then.", details={"field": "weight_retention"}
+                "`weight_retention` must be given with WEIGHTS and only then.",
+                details={"field": "weight_retention"},
             )
         async with self.turn:
             if self.pause_in_force is None:
@@ -301,7 +333,9 @@ class Operations:
                     answers = await self._ranks.call("release", order)
                 except IopError:
                     if self._runner.failure is None:
-                        await self._ranks.call("restore", {"weights": order["weights"] is not None, "kv": order["kv"]})
+                        await self._ranks.call(
+                            "restore", {"weights": order["weights"] is not None, "kv": order["kv"]}
+                        )
                     raise
             self.released |= new
             return ReleaseReport(moved=_moved(answers), ranks=await self.read_back())

@@ -26,7 +26,9 @@ class OutputText:
         tokens_max: the most tokens to generate.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stopping: Stopping, *, eos_token_id: int, tokens_max: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stopping: Stopping, *, eos_token_id: int, tokens_max: int
+    ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._stopping = stopping
         self._eos = eos_token_id

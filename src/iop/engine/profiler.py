@@ -55,7 +55,12 @@ class Profiler:
         self._finished: dict[str, tuple[ArtifactFile, ...]] = {}
 
     async def start(
-        self, profile_id: str, *, kinds: Collection[ProfilerKind], max_steps: int | None, max_duration_s: float | None
+        self,
+        profile_id: str,
+        *,
+        kinds: Collection[ProfilerKind],
+        max_steps: int | None,
+        max_duration_s: float | None,
     ) -> None:
         """See ``Engine.start_profile``."""
         if not kinds:
@@ -77,7 +82,11 @@ class Profiler:
             folder = self._artifacts / f"profile-{name}"
             folder.mkdir(parents=True, exist_ok=True)
             recording = _Recording(
-                profile_id=profile_id, kinds=frozenset(kinds), folder=folder, began=time.monotonic(), max_steps=max_steps
+                profile_id=profile_id,
+                kinds=frozenset(kinds),
+                folder=folder,
+                began=time.monotonic(),
+                max_steps=max_steps,
             )
             if recording.kinds & _RANK_KINDS:
                 chosen = [int(kind) for kind in recording.kinds & _RANK_KINDS]
@@ -121,7 +130,9 @@ class Profiler:
         files: list[ArtifactFile] = []
         for rank, answer in enumerate(await self._ranks.answers(recording.answers)):
             for entry in answer["files"]:
-                files.append(_artifact(rank, ProfilerKind(entry["kind"]), Path(entry["path"]), entry["media_type"]))
+                files.append(
+                    _artifact(rank, ProfilerKind(entry["kind"]), Path(entry["path"]), entry["media_type"])
+                )
         if ProfilerKind.SCHEDULER in recording.kinds:
             path = recording.folder / "engine-scheduler.json"
             path.write_text(json.dumps(_trace(recording)))
@@ -148,7 +159,9 @@ def _trace(recording: _Recording) -> dict[str, Any]:
                 "args": {
                     "running": step.running,
                     "waiting": step.waiting,
-                    "works": [{"sequence": name, "start": start, "end": end} for name, start, end in step.works],
+                    "works": [
+                        {"sequence": name, "start": start, "end": end} for name, start, end in step.works
+                    ],
                 },
             }
             for step in recording.steps

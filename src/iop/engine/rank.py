@@ -42,8 +42,12 @@ class Rank:
         self._rank, self._ranks = int(setup["rank"]), int(setup["ranks"])
         config = load_config(Path(setup["checkpoint"]))
         self._shard = Shard(config, rank=self._rank, ranks=self._ranks, block_tokens=setup["block_tokens"])
-        self._kv_specs = kv_specs(config, ranks=self._ranks, blocks=setup["blocks"], block_tokens=setup["block_tokens"])
-        self._store = ShardStore(config, rank=self._rank, ranks=self._ranks, pad_to_bytes=setup["pad_to_bytes"])
+        self._kv_specs = kv_specs(
+            config, ranks=self._ranks, blocks=setup["blocks"], block_tokens=setup["block_tokens"]
+        )
+        self._store = ShardStore(
+            config, rank=self._rank, ranks=self._ranks, pad_to_bytes=setup["pad_to_bytes"]
+        )
         self._store.load(Path(setup["weights"]), setup["version"])
         self._kv: Arena | None = Arena("iop-kv", self._kv_specs)
         self._exchange = Exchange(
@@ -66,7 +70,9 @@ class Rank:
             "state": self._state,
             "release": self._release,
             "restore": self._restore,
-            "prepare": lambda order: {"digest": self._store.prepare(order["id"], Path(order["path"]), order["version"])},
+            "prepare": lambda order: {
+                "digest": self._store.prepare(order["id"], Path(order["path"]), order["version"])
+            },
             "apply": lambda order: {"digest": self._store.apply(order["id"])},
             "verify": lambda order: {"digest": self._store.verify(order["id"])},
             "undo": lambda order: {"digest": self._store.undo(order["id"])},
@@ -79,7 +85,9 @@ class Rank:
         if self._pause is not None:
             raise PreconditionFailed("This rank is paused.", reason="PAUSED")
         if self._kv is None:
-            raise PreconditionFailed("The KV cache is released; restore it first.", reason="RESOURCES_RELEASED")
+            raise PreconditionFailed(
+                "The KV cache is released; restore it first.", reason="RESOURCES_RELEASED"
+            )
         items = [
             StepItem(tokens=tokens, start=start, first_block=first, blocks=blocks, logits_from=logits_from)
             for tokens, start, first, blocks, logits_from in order["items"]
@@ -144,7 +152,9 @@ class Rank:
         return {"weight_bytes": weights, "kv_bytes": kv}
 
     def _start_profile(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        self._profile = RankProfile([ProfilerKind(kind) for kind in order["kinds"]], Path(order["folder"]), self._rank)
+        self._profile = RankProfile(
+            [ProfilerKind(kind) for kind in order["kinds"]], Path(order["folder"]), self._rank
+        )
         self._profile.start()
         return {}
 

@@ -45,7 +45,11 @@ class RankProfile:
             tracemalloc.stop()
             path = self._folder / f"rank{self._rank}-memory.json"
             sites = [
-                {"site": f"{Path(stat.traceback[0].filename).name}:{stat.traceback[0].lineno}", "bytes": stat.size, "count": stat.count}
+                {
+                    "site": f"{Path(stat.traceback[0].filename).name}:{stat.traceback[0].lineno}",
+                    "bytes": stat.size,
+                    "count": stat.count,
+                }
                 for stat in snapshot.statistics("lineno")[:_LINES_MAX]
             ]
             path.write_text(json.dumps({"mappings": _mappings(), "allocations": sites}, indent=1))

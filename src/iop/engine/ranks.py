@@ -113,7 +113,9 @@ class RankGroup:
         """Process ids in order of rank."""
         return tuple(process.pid for process in self._processes)
 
-    async def start(self, setup: Mapping[str, Any], *, config: ModelConfig, rows: int, timeout_s: float) -> None:
+    async def start(
+        self, setup: Mapping[str, Any], *, config: ModelConfig, rows: int, timeout_s: float
+    ) -> None:
         """Start the processes and wait until all have loaded.
 
         Raises:
@@ -129,7 +131,8 @@ class RankGroup:
         signals = {pair: self._own(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)) for pair in pairs}
         try:
             hellos = [
-                await self._spawn(rank, {**setup, "rows": rows, "memory_fd": memory_fd}, signals) for rank in range(ranks)
+                await self._spawn(rank, {**setup, "rows": rows, "memory_fd": memory_fd}, signals)
+                for rank in range(ranks)
             ]
             async with asyncio.timeout(timeout_s):
                 for hello in hellos:
@@ -175,7 +178,12 @@ class RankGroup:
         return hello
 
     async def call(
-        self, op: str, fields: Mapping[str, Any] | None = None, *, ranks: Collection[int] | None = None, timeout_s: float | None = None
+        self,
+        op: str,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        ranks: Collection[int] | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[dict[str, Any], ...]:
         """Give the same order to ranks (all by default) side by side and wait for every answer, in order of rank.
 
@@ -237,7 +245,9 @@ class RankGroup:
 
 
 def _lost() -> Unavailable:
-    return Unavailable("A rank of the engine is gone; the engine serves nothing until it is restarted.", reason="RANK_LOST")
+    return Unavailable(
+        "A rank of the engine is gone; the engine serves nothing until it is restarted.", reason="RANK_LOST"
+    )
 
 
 def _checked(message: Mapping[str, Any]) -> None:
@@ -245,6 +255,6 @@ def _checked(message: Mapping[str, Any]) -> None:
         return
     kind = _ERRORS.get(str(message.get("code")), Internal)
     reason = message.get("reason")
-    raise kind(str(message.get("message", "A rank answered without sense.")), reason=str(reason) if reason else None)
-
-
+    raise kind(
+        str(message.get("message", "A rank answered without sense.")), reason=str(reason) if reason else None
+    )

@@ -212,7 +212,9 @@ class Runner:
     def _check_room(self, count: int) -> None:
         scheduler = self.scheduler
         can_start = scheduler.can_run and scheduler.can_admit
-        room = self._settings.waiting_max + (max(0, scheduler.slots - len(scheduler.running)) if can_start else 0)
+        room = self._settings.waiting_max + (
+            max(0, scheduler.slots - len(scheduler.running)) if can_start else 0
+        )
         if len(scheduler.waiting) + count > room:
             self.totals.overloaded += 1
             raise Overloaded(
@@ -271,7 +273,9 @@ class Runner:
             output = _Output(
                 index=index,
                 sequence=sequence,
-                text=OutputText(self._tokenizer, request.stopping, eos_token_id=self._eos, tokens_max=tokens_max),
+                text=OutputText(
+                    self._tokenizer, request.stopping, eos_token_id=self._eos, tokens_max=tokens_max
+                ),
                 history=TokenHistory(prompt),
                 random=random_stream(seed, index),
             )
@@ -347,9 +351,15 @@ class Runner:
 
     async def _step(self, plan: StepPlan) -> None:
         began = time.monotonic()
-        names = tuple((self._name(work.sequence), work.start, work.end) for work in plan.works) if self.on_step else ()
+        names = (
+            tuple((self._name(work.sequence), work.start, work.end) for work in plan.works)
+            if self.on_step
+            else ()
+        )
         await self._ranks.call(
-            "step", {"items": [self._item(work) for work in plan.works]}, timeout_s=self._settings.step_timeout_s
+            "step",
+            {"items": [self._item(work) for work in plan.works]},
+            timeout_s=self._settings.step_timeout_s,
         )
         last = [work.is_last for work in plan.works]
         self.scheduler.complete(plan)
@@ -375,7 +385,13 @@ class Runner:
         size = self.scheduler.pool.block_tokens
         first = max(0, work.start - self._config.window_tokens + 1) // size
         blocks = work.sequence.blocks[first : (work.end - 1) // size + 1]
-        return work.sequence.tokens[work.start : work.end], work.start, first, blocks, work.logits_from - work.start
+        return (
+            work.sequence.tokens[work.start : work.end],
+            work.start,
+            first,
+            blocks,
+            work.logits_from - work.start,
+        )
 
     def _name(self, sequence: Sequence) -> str:
         live, output = self._owner[sequence]
@@ -396,7 +412,9 @@ class Runner:
         self.totals.tokens += 1
         if not output.versions or output.versions[-1] != self.weight_version:
             output.versions.append(self.weight_version)
-        scores = () if request.logprobs is None else (score(logits, token, request.logprobs, self._tokenizer),)
+        scores = (
+            () if request.logprobs is None else (score(logits, token, request.logprobs, self._tokenizer),)
+        )
         text, ending = output.text.push(token)
         live.send(self._chunk(output, text, (token,), scores))
         if ending is not None:
@@ -417,7 +435,11 @@ class Runner:
         self, output: _Output, text: str, tokens: tuple[int, ...], scores: tuple[TokenLogprob, ...]
     ) -> TokenChunk:
         return TokenChunk(
-            index=output.index, text=text, token_ids=tokens, logprobs=scores, weight_version=self.weight_version
+            index=output.index,
+            text=text,
+            token_ids=tokens,
+            logprobs=scores,
+            weight_version=self.weight_version,
         )
 
     def _finish(self, live: Live, output: _Output, ending: Ending, message: str) -> None:

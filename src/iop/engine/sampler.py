@@ -32,7 +32,12 @@ def random_stream(seed: int, index: int) -> np.random.Generator:
 
 
 def choose(
-    logits: F32, sampling: Sampling, history: TokenHistory, random: np.random.Generator, *, banned: Sequence[int] = ()
+    logits: F32,
+    sampling: Sampling,
+    history: TokenHistory,
+    random: np.random.Generator,
+    *,
+    banned: Sequence[int] = (),
 ) -> int:
     """The next token's id.
 
@@ -98,7 +103,9 @@ def score(logits: F32, token: int, top: int, tokenizer: Tokenizer) -> TokenLogpr
         )
 
     best = np.lexsort((np.arange(len(values)), -values))[:top]
-    rank = 1 + int(np.count_nonzero(values > values[token]) + np.count_nonzero(values[:token] == values[token]))
+    rank = 1 + int(
+        np.count_nonzero(values > values[token]) + np.count_nonzero(values[:token] == values[token])
+    )
     return TokenLogprob(
         chosen=entry(token, rank), top=tuple(entry(int(one), at) for at, one in enumerate(best, start=1))
     )

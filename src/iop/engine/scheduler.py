@@ -125,14 +125,14 @@ class Scheduler:
                 budget -= count if need > 1 else 0
                 works.append(_work(sequence, count))
         while budget > 0 and len(self.running) < self.slots:
-            sequence = self._admit()
-            if sequence is None:
+            admitted = self._admit()
+            if admitted is None:
                 break
-            count = min(len(sequence.tokens) - sequence.computed, budget)
-            if not self._make_room(sequence, sequence.computed + count):
+            count = min(len(admitted.tokens) - admitted.computed, budget)
+            if not self._make_room(admitted, admitted.computed + count):
                 break
             budget -= count
-            works.append(_work(sequence, count))
+            works.append(_work(admitted, count))
         return StepPlan(works=tuple(works))
 
     def complete(self, plan: StepPlan) -> None:

@@ -67,7 +67,9 @@ class ShardStore:
     def arrays(self) -> dict[str, F32]:
         """The arrays to compute with. Raises PreconditionFailed when they are released."""
         if self.live.arena is None:
-            raise PreconditionFailed("The weights are released; restore them first.", reason="RESOURCES_RELEASED")
+            raise PreconditionFailed(
+                "The weights are released; restore them first.", reason="RESOURCES_RELEASED"
+            )
         return self.live.arena.arrays
 
     def load(self, source: Path, version: str) -> str:
@@ -89,7 +91,9 @@ class ShardStore:
         """Unmap the shard in use; returns the bytes that the kernel says are gone. 0 when already released."""
         live = self.live
         if self._staged is not None or self._previous is not None:
-            raise PreconditionFailed("A weight update is not settled; commit or undo it first.", reason="UPDATE_PENDING")
+            raise PreconditionFailed(
+                "A weight update is not settled; commit or undo it first.", reason="UPDATE_PENDING"
+            )
         if live.arena is None:
             return 0
         if retention is WeightRetention.DISCARD:
@@ -108,11 +112,15 @@ class ShardStore:
         try:
             again = self._read(live.source, live.version)
         except (NotFound, InvalidRequest) as exc:
-            raise PreconditionFailed("The weights' source is gone; they could not be reloaded.", reason="IRREVERSIBLE") from exc
+            raise PreconditionFailed(
+                "The weights' source is gone; they could not be reloaded.", reason="IRREVERSIBLE"
+            ) from exc
         same = again.digest == live.digest
         again.drop()
         if not same:
-            raise PreconditionFailed("The weights' source has changed; they could not be reloaded.", reason="IRREVERSIBLE")
+            raise PreconditionFailed(
+                "The weights' source has changed; they could not be reloaded.", reason="IRREVERSIBLE"
+            )
 
     def restore(self) -> int:
         """Map the shard again, from the host copy or the source, and verify it; returns its resident bytes."""
@@ -129,7 +137,9 @@ class ShardStore:
             arena, digest = again.arena, again.digest
         if digest != live.digest:
             arena.close()
-            raise PreconditionFailed("The restored weights differ from the released ones.", reason="VERIFICATION_FAILED")
+            raise PreconditionFailed(
+                "The restored weights differ from the released ones.", reason="VERIFICATION_FAILED"
+            )
         if live.host_fd >= 0:
             os.close(live.host_fd)
             live.host_fd = -1
@@ -143,7 +153,9 @@ class ShardStore:
         if self._update_id == update_id and (self._staged or self._previous):
             return (self._staged or self.live).digest
         if self._staged is not None or self._previous is not None:
-            raise Conflict("Another weight update is not settled; commit or undo it first.", reason="UPDATE_PENDING")
+            raise Conflict(
+                "Another weight update is not settled; commit or undo it first.", reason="UPDATE_PENDING"
+            )
         self._staged = self._read(source, version)
         self._update_id = update_id
         return self._staged.digest
@@ -160,7 +172,9 @@ class ShardStore:
         self._require(update_id)
         now = self.digest_now()
         if self._previous is None or now != self.live.digest:
-            raise PreconditionFailed("The weights in use are not the prepared ones.", reason="VERIFICATION_FAILED")
+            raise PreconditionFailed(
+                "The weights in use are not the prepared ones.", reason="VERIFICATION_FAILED"
+            )
         return now
 
     def undo(self, update_id: str) -> str:
@@ -173,7 +187,9 @@ class ShardStore:
                 self._staged.drop()
                 self._staged = None
             if self.live.arena is not None and self.digest_now() != self.live.digest:
-                raise PreconditionFailed("The weights put back are not the previous ones.", reason="VERIFICATION_FAILED")
+                raise PreconditionFailed(
+                    "The weights put back are not the previous ones.", reason="VERIFICATION_FAILED"
+                )
             self._update_id = ""
         return self.live.digest
 
@@ -204,7 +220,9 @@ class ShardStore:
 
     def _arena(self) -> Arena:
         self._number += 1
-        return Arena(f"iop-weights-{self._number}", shard_specs(self._config, self._ranks), size_min=self._pad)
+        return Arena(
+            f"iop-weights-{self._number}", shard_specs(self._config, self._ranks), size_min=self._pad
+        )
 
 
 def _host_file() -> int:

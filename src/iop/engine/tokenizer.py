@@ -62,7 +62,9 @@ class Tokenizer:
                 raise InvalidRequest("The checkpoint's tokenizer.json is too large.")
             content: Any = json.loads(path.read_bytes())
         except OSError as exc:
-            raise NotFound("The checkpoint has no readable tokenizer.json; point `checkpoint` at a complete one.") from exc
+            raise NotFound(
+                "The checkpoint has no readable tokenizer.json; point `checkpoint` at a complete one."
+            ) from exc
         except ValueError as exc:
             raise InvalidRequest("The checkpoint's tokenizer.json is not JSON.") from exc
         try:
@@ -108,7 +110,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of ``ids``; with ``special``, marks become their names, else nothing."""
         raw = b"".join(
-            self._names[token].encode() if special and token < len(self._names) else self._bytes[token] for token in ids
+            self._names[token].encode() if special and token < len(self._names) else self._bytes[token]
+            for token in ids
         )
         return raw.decode("utf-8", errors="replace")
 
@@ -128,7 +131,9 @@ class Tokenizer:
     def _merge(self, raw: bytes) -> list[int]:
         ids = [self._byte_ids[value] for value in raw]
         while len(ids) > 1:
-            ranked = [(self._ranks.get(pair, -1), at) for at, pair in enumerate(zip(ids, ids[1:], strict=False))]
+            ranked = [
+                (self._ranks.get(pair, -1), at) for at, pair in enumerate(zip(ids, ids[1:], strict=False))
+            ]
             best = min((r for r in ranked if r[0] >= 0), default=None)
             if best is None:
                 break

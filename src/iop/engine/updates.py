@@ -19,7 +19,14 @@ import numpy as np
 
 from iop.admin.enums import CachePolicy, TensorDtype
 from iop.core.errors import Conflict, InvalidRequest, PreconditionFailed, Unsupported
-from iop.engine.checkpoint import ModelConfig, TensorFile, file_sha256, load_config, tensor_shapes, weights_file
+from iop.engine.checkpoint import (
+    ModelConfig,
+    TensorFile,
+    file_sha256,
+    load_config,
+    tensor_shapes,
+    weights_file,
+)
 from iop.engine.exact import F32
 from iop.engine.operations import Operations
 from iop.engine.ranks import RankGroup
@@ -83,7 +90,9 @@ class Updates:
         self, update_id: str, *, source: WeightSource, version: str, ranks: Collection[int] | None
     ) -> tuple[RankWeights, ...]:
         """See ``Engine.prepare_weights``."""
-        if not (version and len(version) <= _VERSION_CHARS_MAX and version.isascii() and version.isprintable()):
+        if not (
+            version and len(version) <= _VERSION_CHARS_MAX and version.isascii() and version.isprintable()
+        ):
             raise InvalidRequest(
                 f"`weight_version` must be 1 to {_VERSION_CHARS_MAX} printable ASCII characters.",
                 details={"field": "weight_version"},
@@ -91,7 +100,9 @@ class Updates:
         async with self._operations.turn:
             update = self._update
             if update is not None and update.update_id != update_id:
-                raise Conflict("Another weight update is not settled; commit or undo it first.", reason="UPDATE_PENDING")
+                raise Conflict(
+                    "Another weight update is not settled; commit or undo it first.", reason="UPDATE_PENDING"
+                )
             if update is None:
                 path = await asyncio.to_thread(self._locate, update_id, source)
                 update = _Update(update_id=update_id, version=version, source=path)
@@ -150,9 +161,13 @@ class Updates:
             update, chosen = self._update, self._chosen(ranks)
             if update is not None and update.update_id == update_id:
                 if not set(chosen) <= update.applied:
-                    raise PreconditionFailed("The weight update was not applied on every rank.", reason="NOT_APPLIED")
+                    raise PreconditionFailed(
+                        "The weight update was not applied on every rank.", reason="NOT_APPLIED"
+                    )
                 if update.undone:
-                    raise PreconditionFailed("The weight update was undone on a rank.", reason="UPDATE_UNDONE")
+                    raise PreconditionFailed(
+                        "The weight update was undone on a rank.", reason="UPDATE_UNDONE"
+                    )
             async with self._runner.idle:
                 answers = await self._ranks.call("commit", {"id": update_id}, ranks=chosen)
                 if update is not None and update.update_id == update_id:
@@ -186,7 +201,9 @@ class Updates:
     def _chosen(self, ranks: Collection[int] | None) -> list[int]:
         chosen = list(range(self._ranks.count)) if ranks is None else sorted(set(ranks))
         if not chosen or chosen[0] < 0 or chosen[-1] >= self._ranks.count:
-            raise InvalidRequest(f"`ranks` must be from 0 to {self._ranks.count - 1}.", details={"field": "ranks"})
+            raise InvalidRequest(
+                f"`ranks` must be from 0 to {self._ranks.count - 1}.", details={"field": "ranks"}
+            )
         return chosen
 
     @staticmethod
@@ -207,7 +224,9 @@ class Updates:
         for name, wanted in source.sha256.items():
             file = folder / name
             if Path(name).name != name:
-                raise InvalidRequest("`digests` must name files directly in the source.", details={"field": "digests"})
+                raise InvalidRequest(
+                    "`digests` must name files directly in the source.", details={"field": "digests"}
+                )
             if file_sha256(file) != wanted.lower():
                 raise InvalidRequest(f"The SHA-256 of {name!r} is another one.", reason="SOURCE_MISMATCH")
         if path is not source.path and (folder / "config.json").exists():
@@ -219,7 +238,9 @@ class Updates:
     def _check_geometry(self, other: ModelConfig) -> None:
         for name in ModelConfig.__slots__:
             if name != "weight_version" and getattr(other, name) != getattr(self._config, name):
-                raise InvalidRequest(f"The checkpoint has another `{name}` than this model.", reason="SOURCE_MISMATCH")
+                raise InvalidRequest(
+                    f"The checkpoint has another `{name}` than this model.", reason="SOURCE_MISMATCH"
+                )
 
     def _spool_inline(self, update_id: str, source: InlineWeights) -> Path:
         """Write a whole checkpoint file: the committed one with the given tensors in place."""
@@ -232,11 +253,14 @@ class Updates:
         for tensor in source.tensors:
             if tensor.name in given or shapes.get(tensor.name) != tensor.shape:
                 raise InvalidRequest(
-                    f"The tensor {tensor.name[:80]!r} is unknown, repeated or of another shape.", reason="SOURCE_MISMATCH"
+                    f"The tensor {tensor.name[:80]!r} is unknown, repeated or of another shape.",
+                    reason="SOURCE_MISMATCH",
                 )
             given[tensor.name] = _decode(tensor)
         if not given:
-            raise InvalidRequest("`inline_tensors` must hold at least one tensor.", details={"field": "inline_tensors"})
+            raise InvalidRequest(
+                "`inline_tensors` must hold at least one tensor.", details={"field": "inline_tensors"}
+            )
         self._spool.mkdir(parents=True, exist_ok=True)
         path = self._spool / f"update-{hashlib.sha256(update_id.encode()).hexdigest()[:24]}.safetensors"
         with TensorFile(self.source) as committed:
@@ -250,9 +274,13 @@ def _decode(tensor: InlineTensor) -> F32:
     if kind is None:
         raise Unsupported("Inline tensors must be float32, float16 or bfloat16.", reason="DTYPE_UNSUPPORTED")
     if len(tensor.data) != math.prod(tensor.shape) * np.dtype(kind).itemsize:
-        raise InvalidRequest(f"The tensor {tensor.name!r} does not have the bytes of its shape.", reason="SOURCE_MISMATCH")
+        raise InvalidRequest(
+            f"The tensor {tensor.name!r} does not have the bytes of its shape.", reason="SOURCE_MISMATCH"
+        )
     if tensor.sha256 and hashlib.sha256(tensor.data).digest() != tensor.sha256:
-        raise InvalidRequest(f"The SHA-256 of the tensor {tensor.name!r} is another one.", reason="SOURCE_MISMATCH")
+        raise InvalidRequest(
+            f"The SHA-256 of the tensor {tensor.name!r} is another one.", reason="SOURCE_MISMATCH"
+        )
     raw = np.frombuffer(tensor.data, dtype=kind)
     if tensor.dtype is TensorDtype.BFLOAT16:
         return (raw.astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
@@ -264,7 +292,11 @@ def _write(path: Path, tensors: Mapping[str, F32]) -> None:
     header: dict[str, object] = {}
     end = 0
     for name, values in tensors.items():
-        header[name] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": [end, end + values.nbytes]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(values.shape),
+            "data_offsets": [end, end + values.nbytes],
+        }
         end += values.nbytes
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
