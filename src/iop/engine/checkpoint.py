@@ -207,8 +207,9 @@ class TensorFile:
     def read(self, name: str) -> F32:
         """One tensor as float32, a copy."""
         dtype, shape, offset = self._entries[name]
-        kind, _ = _DTYPES[dtype]
-        raw = np.frombuffer(self._map, dtype=kind, count=math.prod(shape), offset=offset)
+        kind, size = _DTYPES[dtype]
+        # Sliced to bytes first: a view would keep the mapping from closing for as long as anybody holds it.
+        raw = np.frombuffer(self._map[offset : offset + math.prod(shape) * size], dtype=kind)
         if dtype == "BF16":
             values = (raw.astype(np.uint32) << 16).view(np.float32)
         else:
