@@ -460,7 +460,7 @@ Global___AdapterStatus: _TypeAlias = AdapterStatus  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sent by a side that has been quiet for the interval; any frame counts as a sign of life (EN-103, EN-113)."""
+    """Sent by each side once per interval; any frame counts as a sign of life (EN-103, EN-113)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1756,6 +1756,7 @@ class ParticipantInfo(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     ENGINE_NAME_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
+    STARTUP_SOURCE_FIELD_NUMBER: _builtins.int
     participant_id: _builtins.str
     group_id: _builtins.str
     """Participants with one group act only together."""
@@ -1773,6 +1774,10 @@ class ParticipantInfo(_message.Message):
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def aliases(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelAlias]: ...
+    @_builtins.property
+    def startup_source(self) -> Global___WeightSource:
+        """Where the weights that its engine started with can be read again, if anywhere."""
+
     def __init__(
         self,
         *,
@@ -1788,10 +1793,11 @@ class ParticipantInfo(_message.Message):
         rank: _builtins.int | None = ...,
         engine_name: _builtins.str = ...,
         engine_version: _builtins.str = ...,
+        startup_source: Global___WeightSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "capabilities", b"capabilities", "rank", b"rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "capabilities", b"capabilities", "rank", b"rank", "startup_source", b"startup_source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "aliases", b"aliases", "capabilities", b"capabilities", "connected", b"connected", "engine_name", b"engine_name", "engine_version", b"engine_version", "group_id", b"group_id", "instance", b"instance", "models", b"models", "node", b"node", "participant_id", b"participant_id", "provider", b"provider", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "aliases", b"aliases", "capabilities", b"capabilities", "connected", b"connected", "engine_name", b"engine_name", "engine_version", b"engine_version", "group_id", b"group_id", "instance", b"instance", "models", b"models", "node", b"node", "participant_id", b"participant_id", "provider", b"provider", "rank", b"rank", "startup_source", b"startup_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
@@ -1844,8 +1850,11 @@ class ParticipantCapabilities(_message.Message):
     ROLES_FIELD_NUMBER: _builtins.int
     CAPACITY_MAX_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_SIZE_MAX_FIELD_NUMBER: _builtins.int
+    HOLDS_PREVIOUS_WEIGHTS_FIELD_NUMBER: _builtins.int
     capacity_max: _builtins.int
     data_parallel_size_max: _builtins.int
+    holds_previous_weights: _builtins.bool
+    """It can keep the replaced weights until commit, for sources that cannot be read again."""
     @_builtins.property
     def operations(self) -> _containers.RepeatedScalarFieldContainer[_admin_pb2.AdminOperationKind.ValueType]: ...
     @_builtins.property
@@ -1896,10 +1905,11 @@ class ParticipantCapabilities(_message.Message):
         roles: _abc.Iterable[_server_pb2.EngineRole.ValueType] | None = ...,
         capacity_max: _builtins.int | None = ...,
         data_parallel_size_max: _builtins.int | None = ...,
+        holds_previous_weights: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity_max", b"_capacity_max", "_data_parallel_size_max", b"_data_parallel_size_max", "capacity_max", b"capacity_max", "data_parallel_size_max", b"data_parallel_size_max"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_max", b"_capacity_max", "_data_parallel_size_max", b"_data_parallel_size_max", "busy_policies", b"busy_policies", "cache_kinds", b"cache_kinds", "cache_policies", b"cache_policies", "capacity_max", b"capacity_max", "data_parallel_size_max", b"data_parallel_size_max", "distributed_backends", b"distributed_backends", "operations", b"operations", "pause_modes", b"pause_modes", "profiler_kinds", b"profiler_kinds", "quiesce_modes", b"quiesce_modes", "reconfigurable_fields", b"reconfigurable_fields", "resource_kinds", b"resource_kinds", "roles", b"roles", "tensor_dtypes", b"tensor_dtypes", "weight_formats", b"weight_formats", "weight_retentions", b"weight_retentions", "weight_sources", b"weight_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity_max", b"_capacity_max", "_data_parallel_size_max", b"_data_parallel_size_max", "busy_policies", b"busy_policies", "cache_kinds", b"cache_kinds", "cache_policies", b"cache_policies", "capacity_max", b"capacity_max", "data_parallel_size_max", b"data_parallel_size_max", "distributed_backends", b"distributed_backends", "holds_previous_weights", b"holds_previous_weights", "operations", b"operations", "pause_modes", b"pause_modes", "profiler_kinds", b"profiler_kinds", "quiesce_modes", b"quiesce_modes", "reconfigurable_fields", b"reconfigurable_fields", "resource_kinds", b"resource_kinds", "roles", b"roles", "tensor_dtypes", b"tensor_dtypes", "weight_formats", b"weight_formats", "weight_retentions", b"weight_retentions", "weight_sources", b"weight_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity_max: _TypeAlias = _typing.Literal["capacity_max"]  # noqa: Y015
     _WhichOneofArgType__capacity_max: _TypeAlias = _typing.Literal["_capacity_max", b"_capacity_max"]  # noqa: Y015
