@@ -161,6 +161,7 @@ class Participants:
         nodes: the connections that steps travel over.
         codec: the wire form of admin records.
         tasks: owner of the questions to Nodes that come.
+        weight_labels: kept up to date here, read by dispatch: what providers publish.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class Participants:
         dispatcher: Dispatcher,
         codec: StepCodec,
         tasks: TaskOwner,
+        weight_labels: dict[ProviderKey, str],
     ) -> None:
         self._snapshot = snapshot
         self._nodes = nodes
@@ -181,7 +183,7 @@ class Participants:
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._groups: dict[ProviderKey, _Group] = {}
-        self._versions: dict[ProviderKey, str] = {}
+        self._versions = weight_labels
         self._on_change: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
         self.apply_snapshot(snapshot)
