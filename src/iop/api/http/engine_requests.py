@@ -138,6 +138,8 @@ def decode(body: bytes, kind: type[B]) -> B:
         raise InvalidRequest(f"The body is not valid JSON: {error}.", reason="INVALID_JSON") from None
     except UnicodeDecodeError:
         raise InvalidRequest("The body is not UTF-8.", reason="INVALID_JSON") from None
+    except ValueError:
+        raise InvalidRequest("The body holds a number with too many digits.") from None
     except RecursionError:
         raise InvalidRequest("The body is nested too deeply.", reason="JSON_TOO_DEEP") from None
 

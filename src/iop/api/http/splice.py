@@ -1,0 +1,204 @@
+"""Reads the few fields of a request body that routing needs, and replaces the bytes of ``model`` alone
+(SF-03).
+
+The body is validated as JSON and cut into its top-level values by one pass of a C decoder; then the top
+level is walked by those values' lengths, which gives the place of ``model`` without looking at anything
+nested. Everything else stays the caller's bytes: unknown fields, order, spelling of numbers, escapes, white
+space. A key that stands twice on the top level is refused: two readers could pick different ones (P-15).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from iop.core.errors import InvalidRequest
+
+__all__ = ["JsonWatch", "RequestFields", "exceeds_depth", "find_value", "read_fields"]
+
+BRACKETS_MAX: Final = 1_000_000
+"""Objects and lists in one body. Checking the depth of more would hold up the loop for over a tenth of a
+second.
+"""
+
+MODEL_NAME_BYTES_MAX: Final = 512
+"""Longest model name; it is looked up, logged and shown."""
+
+_DECODER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_KEY: Final = re.compile(rb'[ \t\r\n]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
+_NEXT: Final = re.compile(rb"[ \t\r\n]*([,}])")
+_OPEN: Final = re.compile(rb"[ \t\r\n]*\{")
+_NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFields:
+    """What routing reads of a body.
+
+    Attributes:
+        body: the caller's bytes, whole.
+        model: the model as the caller named it.
+        model_span: where its value stands in ``body``, quotes included.
+        is_stream: whether ``stream`` is literally true.
+        raw: the top-level values, undecoded.
+    """
+
+    body: bytes = field(repr=False)
+    model: str
+    model_span: tuple[int, int]
+    is_stream: bool
+    raw: Mapping[str, msgspec.Raw] = field(repr=False)
+
+    def with_model(self, name: str) -> list[bytes]:
+        """The body in parts with ``name`` in place of the model; the same bytes when it is the same name."""
+        start, end = self.model_span
+        value = msgspec.json.encode(name)
+        if self.body[start:end] == value:
+            return [self.body]
+        return [self.body[:start] + value, self.body[end:]]
+
+    def integer(self, name: str, default: int) -> int:
+        """A top-level integer that fits 64 bits, else ``default``; the provider judges what it makes of
+        others.
+        """
+        raw = self.raw.get(name)
+        if raw is None:
+            return default
+        try:
+            value = msgspec.json.decode(raw, type=int)
+        except (msgspec.MsgspecError, ValueError):
+            return default
+        return value if -(2**63) <= value < 2**63 else default
+
+
+def read_fields(body: bytes, *, depth_max: int) -> RequestFields:
+    """Read a request body.
+
+    Raises:
+        InvalidRequest: not a JSON object, nested too deeply, a repeated key, or no model; the field is named.
+    """
+    try:
+        raw = _DECODER.decode(body)
+    except msgspec.ValidationError:
+        raise InvalidRequest("The body must be a JSON object.", reason="INVALID_JSON") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}.", reason="INVALID_JSON") from None
+    except RecursionError:
+        raise _too_deep(depth_max) from None
+    if exceeds_depth(body, depth_max):
+        raise _too_deep(depth_max)
+    value = raw.get("model")
+    if value is None:
+        raise _bad_model("is missing; name one of those that `GET /v1/models` lists")
+    try:
+        model = msgspec.json.decode(value, type=str)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise _bad_model("must be a string") from None
+    if not model or len(value) > MODEL_NAME_BYTES_MAX:
+        raise _bad_model(f"must be a string of 1 to {MODEL_NAME_BYTES_MAX} bytes")
+    stream = raw.get("stream")
+    return RequestFields(
+        body=body,
+        model=model,
+        model_span=find_value(body, raw, "model"),
+        is_stream=stream is not None and bytes(stream) == b"true",
+        raw=raw,
+    )
+
+
+def find_value(body: bytes, raw: Mapping[str, msgspec.Raw], wanted: str) -> tuple[int, int]:
+    """Where the value of top-level key ``wanted`` stands in ``body``, which decoded to ``raw``.
+
+    Raises:
+        InvalidRequest: a top-level key is repeated (reason DUPLICATE_KEY).
+    """
+    opening = _OPEN.match(body)
+    assert opening is not None, "the body was decoded as an object"
+    position = opening.end()
+    span = (0, 0)
+    last = len(raw) - 1
+    # The decoder keeps the order of first appearance and the last value. As long as each value stands where
+    # the walk arrives, no key was repeated; where one was, either the bytes differ or keys are left over.
+    for number, (name, value) in enumerate(raw.items()):
+        key = _KEY.match(body, position)
+        assert key is not None, "the body was decoded as an object"
+        start = key.end()
+        end = start + len(value)
+        if body[start:end] != bytes(value):
+            raise _repeated()
+        if name == wanted:
+            span = (start, end)
+        mark = _NEXT.match(body, end)
+        if mark is None or (mark[1] == b"}") != (number == last):
+            raise _repeated()
+        position = mark.end()
+    return span
+
+
+def exceeds_depth(body: bytes, depth_max: int) -> bool:
+    """Whether valid JSON nests deeper than ``depth_max``, or has too many brackets to tell quickly.
+
+    Without strings and other text only brackets are left; each pass that removes the empty pairs takes away
+    one level.
+    """
+    if body.count(b"{") + body.count(b"[") <= depth_max:
+        return False
+    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
+    if len(brackets) > 2 * BRACKETS_MAX:
+        return True
+    brackets = brackets.replace(b"[", b"{").replace(b"]", b"}")
+    for _ in range(depth_max):
+        if not brackets:
+            return False
+        brackets = brackets.replace(b"{}", b"")
+    return bool(brackets)
+
+
+class JsonWatch:
+    """Tells whether a JSON body that only the connection's close delimits has come to its end (SF-03).
+
+    Counts brackets outside strings; any split of the same bytes gives the same answer.
+    """
+
+    __slots__ = ("_depth", "_is_begun", "_is_escaped", "_is_in_string")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_in_string = False
+        self._is_escaped = False
+        self._is_begun = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether what was fed is a whole value, as far as brackets and quotes tell."""
+        return self._is_begun and self._depth == 0 and not self._is_in_string
+
+    def feed(self, data: bytes) -> None:
+        """Look at more bytes."""
+        if self._is_in_string:
+            data = (b'"\\' if self._is_escaped else b'"') + data
+        rest = _STRING.sub(b"0", data)
+        head, quote, tail = rest.partition(b'"')
+        self._is_in_string = bool(quote)
+        slashes = len(tail) - len(tail.rstrip(b"\\")) if quote else 0
+        self._is_escaped = slashes % 2 == 1
+        self._depth += head.count(b"{") + head.count(b"[") - head.count(b"}") - head.count(b"]")
+        if not self._is_begun and (head.strip() or quote):
+            self._is_begun = True
+
+
+def _repeated() -> InvalidRequest:
+    return InvalidRequest("The body repeats a key; send each key once.", reason="DUPLICATE_KEY")
+
+
+def _bad_model(rule: str) -> InvalidRequest:
+    return InvalidRequest(f"`model` {rule}.", details={"field": "model"})
+
+
+def _too_deep(depth_max: int) -> InvalidRequest:
+    return InvalidRequest(f"The body nests deeper than {depth_max} levels.", reason="JSON_TOO_DEEP")
