@@ -29,7 +29,7 @@ from iop.admin.enums import (
 from iop.core.errors import InvalidRequest, IopError, Unavailable
 from iop.engine import chat
 from iop.engine.blocks import BlockPool
-from iop.engine.checkpoint import ModelConfig, load_config, tensor_shapes, weights_file
+from iop.engine.checkpoint import ModelConfig, TensorFile, load_config, tensor_shapes, weights_file
 from iop.engine.exact import LANES
 from iop.engine.generation import ChatMessage, ChatPrompt, FinishReason, GenerationRequest
 from iop.engine.operations import SLOTS_MAX, Operations
@@ -133,12 +133,14 @@ class Engine:
                 f"`kv_blocks` times `kv_block_tokens` must exceed the context of {config.context_tokens} tokens.",
                 details={"field": "kv_blocks"},
             )
+        weights = weights_file(folder).absolute()
+        with TensorFile(weights) as file:
+            file.check(tensor_shapes(config))
         ranks = RankGroup(ranks=settings.ranks, on_lost=self._fail)
         self._stack.callback(ranks.close)
-        weights = weights_file(folder)
         setup = {
             "checkpoint": str(folder.absolute()),
-            "weights": str(weights.absolute()),
+            "weights": str(weights),
             "version": config.weight_version,
             "blocks": settings.kv_blocks,
             "block_tokens": settings.kv_block_tokens,
@@ -174,7 +176,7 @@ class Engine:
                 ranks=ranks,
                 operations=operations,
                 config=config,
-                source=weights.absolute(),
+                source=weights,
                 spool=artifacts,
                 inline_bytes_max=settings.inline_bytes_max,
             ),

@@ -135,8 +135,7 @@ class RankGroup:
                 for rank in range(ranks)
             ]
             async with asyncio.timeout(timeout_s):
-                for hello in hellos:
-                    _checked(await hello)
+                await _all_loaded(hellos)
         except TimeoutError as exc:
             self.close()
             raise Unavailable("A rank did not come up in time.", reason="RANK_NOT_STARTED") from exc
@@ -242,6 +241,20 @@ class RankGroup:
         _log.error("rank.lost why=%s", why)
         self.close()
         self._on_lost(why)
+
+
+async def _all_loaded(hellos: Sequence[asyncio.Future[dict[str, Any]]]) -> None:
+    """Wait for every rank's first word; a rank that says what is wrong counts more than those that end with it."""
+    lost: Unavailable | None = None
+    for hello in hellos:
+        try:
+            message = await hello
+        except Unavailable as exc:
+            lost = exc
+        else:
+            _checked(message)
+    if lost is not None:
+        raise lost
 
 
 def _lost() -> Unavailable:
