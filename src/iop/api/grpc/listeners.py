@@ -9,14 +9,17 @@ import grpc
 from iop.admin.permissions import Permission
 from iop.admin.profile import AdminLimits
 from iop.api.grpc.admin_service import ADMIN_METHODS, ADMIN_SERVICE, AdminOperations, AdminService
-from iop.api.grpc.auth import PrincipalDirectory
+from iop.api.grpc.auth import ApiCaller, ApiKeyDirectory, PrincipalDirectory
+from iop.api.grpc.control_service import CONTROL_SERVICE, ControlService
 from iop.api.grpc.health import HEALTH_SERVICE
+from iop.api.grpc.inference_service import INFERENCE_SERVICE, InferenceService
 from iop.api.grpc.interceptors import AuthInterceptor, ErrorInterceptor, authorize_by_table
+from iop.api.grpc.ports import ControlPort, InferencePort
 from iop.api.grpc.server import REFLECTION_SERVICE, GrpcListener, GrpcService, ListenerSettings
 from iop.core.limits import MIB
-from iop.pb.openengine.v1 import admin_pb2, admin_pb2_grpc
+from iop.pb.openengine.v1 import admin_pb2, admin_pb2_grpc, openengine_pb2, openengine_pb2_grpc
 
-__all__ = ["admin_listener", "admin_receive_bytes_max"]
+__all__ = ["admin_listener", "admin_receive_bytes_max", "inference_listener"]
 
 HEALTH_METHODS: Final = f"/{HEALTH_SERVICE}/"
 REFLECTION_METHOD: Final = f"/{REFLECTION_SERVICE}/ServerReflectionInfo"
@@ -58,3 +61,64 @@ def admin_listener(
         ),
         settings=settings,
     )
+
+
+def inference_listener(
+    inference: InferencePort,
+    control: ControlPort,
+    keys: ApiKeyDirectory,
+    settings: ListenerSettings,
+    *,
+    admin_profile_revision: int | None = 1,
+    is_privileged_allowed: bool = False,
+) -> GrpcListener:
+    """Inference and Control with their health and reflection.
+
+    Args:
+        inference: who generates.
+        control: who tells about the server; often the same object.
+        keys: without any, everybody is let in.
+        settings: where to listen.
+        admin_profile_revision: told by GetServerInfo where an admin listener exists too; None: there is none (AD-50).
+        is_privileged_allowed: allow the privileged Control calls here (AD-103).
+    """
+    inference_service = InferenceService(inference, control)
+    control_service = ControlService(
+        control, admin_profile_revision=admin_profile_revision, is_privileged_allowed=is_privileged_allowed
+    )
+
+    def register_inference(server: grpc.aio.Server) -> None:
+        openengine_pb2_grpc.add_InferenceServicer_to_server(inference_service, server)
+
+    def register_control(server: grpc.aio.Server) -> None:
+        openengine_pb2_grpc.add_ControlServicer_to_server(control_service, server)
+
+    services = [
+        GrpcService(
+            name=name,
+            file=openengine_pb2.DESCRIPTOR,
+            register=register,
+            is_serving=lambda: inference.is_serving,
+        )
+        for name, register in (
+            (INFERENCE_SERVICE, register_inference),
+            (CONTROL_SERVICE, register_control),
+        )
+    ]
+    return GrpcListener(
+        services,
+        interceptors=(
+            ErrorInterceptor(),
+            AuthInterceptor(
+                authenticator=keys,
+                authorize=_any_caller,
+                # The schema is public; so is whether the server is there.
+                public=frozenset({HEALTH_METHODS, REFLECTION_METHOD}),
+            ),
+        ),
+        settings=settings,
+    )
+
+
+def _any_caller(caller: ApiCaller, method: str) -> None:
+    """A known key may call everything on the public listener; models and privileges are judged by the handlers."""

@@ -1,0 +1,151 @@
+"""`openengine.v1.Control` over a control port (SF-22, SF-23, AD-50, AD-103)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from iop.admin.codec import RecordCodec
+from iop.admin.enums import EngineRole
+from iop.api.grpc.interceptors import current_api_caller
+from iop.api.grpc.ports import AbortOutcome, ControlPort
+from iop.core.errors import InvalidRequest, PermissionDenied, Unsupported
+from iop.pb.openengine.v1 import (
+    kv_pb2,
+    lifecycle_pb2,
+    lora_pb2,
+    model_pb2,
+    openengine_pb2,
+    openengine_pb2_grpc,
+    server_pb2,
+)
+
+__all__ = ["CONTROL_SERVICE", "ControlService"]
+
+CONTROL_SERVICE: Final[str] = openengine_pb2.DESCRIPTOR.services_by_name["Control"].full_name
+
+SCHEMA_REVISION: Final = 1
+"""Revision of the core schema that this server speaks, and the oldest client revision it serves."""
+
+SCHEMA_RELEASE: Final = "v1"
+
+ADMIN_EXTRA_KEY: Final = "openengine.admin"
+
+_CODEC: Final = RecordCodec(error=InvalidRequest)
+
+
+class ControlService(openengine_pb2_grpc.ControlServicer):
+    """Discovery, load, health and aborts.
+
+    Args:
+        control: who knows.
+        admin_profile_revision: revision of the admin profile that this server has on another listener; None: none.
+        is_privileged_allowed: the config turns the privileged calls on for this listener (AD-103).
+    """
+
+    def __init__(
+        self, control: ControlPort, *, admin_profile_revision: int | None, is_privileged_allowed: bool = False
+    ) -> None:
+        self._control = control
+        self._admin_profile_revision = admin_profile_revision
+        self._is_privileged_allowed = is_privileged_allowed
+
+    async def GetServerInfo(
+        self, request: server_pb2.GetServerInfoRequest, context: Any
+    ) -> server_pb2.ServerInfo:
+        """What the server is, and that it can be administered (AD-50)."""
+        answer = _CODEC.encode(self._control.server_info(), server_pb2.ServerInfo())
+        answer.schema_revision = SCHEMA_REVISION
+        answer.minimum_client_revision = SCHEMA_REVISION
+        answer.schema_release = SCHEMA_RELEASE
+        if self._admin_profile_revision is not None:
+            answer.extra.update({ADMIN_EXTRA_KEY: {"profile_revision": self._admin_profile_revision}})
+        return answer
+
+    async def GetModelInfo(self, request: model_pb2.GetModelInfoRequest, context: Any) -> model_pb2.ModelInfo:
+        """What a model accepts (SF-22)."""
+        return _CODEC.encode(self._control.model_info(request.model), model_pb2.ModelInfo())
+
+    async def GetLoad(self, request: server_pb2.GetLoadRequest, context: Any) -> server_pb2.LoadInfo:
+        """How busy the server is."""
+        load = await self._control.load(include_per_rank=request.include_per_rank)
+        return _CODEC.encode(load, server_pb2.LoadInfo())
+
+    async def Health(
+        self, request: lifecycle_pb2.HealthRequest, context: Any
+    ) -> lifecycle_pb2.HealthResponse:
+        """How the server is."""
+        if request.role not in {0, *EngineRole}:
+            raise _bad("role", "is not a known role")
+        report = await self._control.health(
+            model=request.model,
+            role=EngineRole(request.role) if request.role else None,
+            include_probe=request.include_inference_probe,
+        )
+        return _CODEC.encode(report, lifecycle_pb2.HealthResponse())
+
+    async def Abort(self, request: lifecycle_pb2.AbortRequest, context: Any) -> lifecycle_pb2.AbortResponse:
+        """End one's own request; ending everybody's is privileged (AD-103)."""
+        match request.WhichOneof("target"):
+            case "request_id":
+                if not request.request_id:
+                    raise _bad("request_id", "must not be empty")
+                outcome = await self._control.abort(request.request_id, caller=current_api_caller().name)
+            case "all_requests":
+                self._require_privilege(
+                    "Abort of all requests", "OpenEngineAdmin.Pause with PAUSE_MODE_ABORT"
+                )
+                count = await self._control.abort_all()
+                outcome = AbortOutcome.ABORTED if count else AbortOutcome.ALREADY_FINISHED
+            case "kv_session":
+                raise _unsupported("kv_session")
+            case _:
+                raise _bad("target", "must be request_id, kv_session or all_requests")
+        status = lifecycle_pb2.AbortStatus.Value(f"ABORT_STATUS_{outcome.name}")
+        return lifecycle_pb2.AbortResponse(status=status)
+
+    async def LoadLora(self, request: lora_pb2.LoadLoraRequest, context: Any) -> lora_pb2.LoadLoraResponse:
+        """Privileged (AD-103)."""
+        self._require_privilege("LoadLora", "LoadLora on the admin listener")
+        raise _unsupported("lora")
+
+    async def UnloadLora(
+        self, request: lora_pb2.UnloadLoraRequest, context: Any
+    ) -> lora_pb2.UnloadLoraResponse:
+        """Privileged (AD-103)."""
+        self._require_privilege("UnloadLora", "UnloadLora on the admin listener")
+        raise _unsupported("lora")
+
+    async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Any) -> lora_pb2.ListLorasResponse:
+        """None here can load any, so none are loaded."""
+        return lora_pb2.ListLorasResponse()
+
+    async def GetKvEventSources(
+        self, request: kv_pb2.GetKvEventSourcesRequest, context: Any
+    ) -> kv_pb2.GetKvEventSourcesResponse:
+        """An honest empty list: nothing here publishes KV events (SF-23)."""
+        return kv_pb2.GetKvEventSourcesResponse()
+
+    def SubscribeKvEvents(
+        self, request: kv_pb2.SubscribeKvEventsRequest, context: Any
+    ) -> AsyncIterator[kv_pb2.SubscribeKvEventsResponse]:
+        """Not offered."""
+        raise _unsupported("kv_events")
+
+    def _require_privilege(self, what: str, replacement: str) -> None:
+        if not self._is_privileged_allowed:
+            raise PermissionDenied(
+                f"{what} is privileged and off on this listener; use {replacement}.",
+                reason="PRIVILEGED_CALL",
+                details={"replacement": replacement},
+            )
+
+
+def _bad(field: str, rule: str) -> InvalidRequest:
+    return InvalidRequest(f"`{field}` {rule}.", reason="INVALID_FIELD", details={"field": field})
+
+
+def _unsupported(feature: str) -> Unsupported:
+    return Unsupported(
+        f"`{feature}` is not offered here.", reason="UNSUPPORTED_FEATURE", details={"feature": feature}
+    )

@@ -1,0 +1,81 @@
+"""`openengine.v1.Inference` over an inference port (SF-20 to SF-22).
+
+Acceptance is the border: until the port has accepted, every refusal is a status; from then on the call ends with OK and
+its last message says how the generation ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from iop.api.grpc.capabilities import check_supported
+from iop.api.grpc.inference_codec import decode_generate, encode_event
+from iop.api.grpc.interceptors import current_api_caller
+from iop.api.grpc.metadata import WEIGHT_VERSION_KEY, header_text, read_hints
+from iop.api.grpc.ports import ControlPort, GenerateCall, GenerationStream, InferencePort, RequestFailed
+from iop.core.errors import Internal, IopError, PermissionDenied
+from iop.pb.openengine.v1 import generation_pb2 as pb
+from iop.pb.openengine.v1 import openengine_pb2, openengine_pb2_grpc
+
+__all__ = ["INFERENCE_SERVICE", "InferenceService"]
+
+_log = logging.getLogger(__name__)
+
+INFERENCE_SERVICE: Final[str] = openengine_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+UNKNOWN_VERSION: Final = "unknown"
+
+
+class InferenceService(openengine_pb2_grpc.InferenceServicer):
+    """Generate, for whoever can generate."""
+
+    def __init__(self, inference: InferencePort, control: ControlPort) -> None:
+        self._inference = inference
+        self._control = control
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        """One generation; ends with exactly one terminal message after acceptance."""
+        call = self._read(request, context)
+        stream = await self._inference.generate(call)
+        async with contextlib.aclosing(stream):
+            await context.send_initial_metadata(_version_metadata(stream))
+            try:
+                async for event, usage in stream:
+                    yield encode_event(call.request_id, event, usage)
+            except IopError as error:
+                yield encode_event(call.request_id, failure_event(error), None)
+            except Exception:  # noqa: BLE001 - accepted: the caller gets a terminal event, the log the cause
+                _log.exception("generate.failed_internally", extra={"request_id": call.request_id})
+                failed = failure_event(Internal("The server failed; its log has the cause."))
+                yield encode_event(call.request_id, failed, None)
+            context.set_trailing_metadata(_version_metadata(stream))
+
+    def _read(self, request: pb.GenerateRequest, context: Any) -> GenerateCall:
+        """Decode and check everything that can be refused before the port is asked."""
+        caller = current_api_caller()
+        hints = read_hints(context.invocation_metadata() or ())
+        call = decode_generate(request, request_id=uuid.uuid4().hex, hints=hints, caller=caller.name)
+        model = self._inference.model_info(call.model)
+        names = {call.model, model.served_model_name, *model.served_model_aliases}
+        if not any(map(caller.may_use, names - {""})):
+            raise PermissionDenied(
+                "This API key may not use that model.",
+                reason="MODEL_NOT_ALLOWED",
+                details={"model": call.model},
+            )
+        check_supported(call, model, self._control.server_info())
+        return call
+
+
+def failure_event(error: IopError) -> RequestFailed:
+    """A failure after acceptance, as the terminal event says it."""
+    return RequestFailed(code=error.status.engine, message=error.message, retryable=error.retryable)
+
+
+def _version_metadata(stream: GenerationStream) -> tuple[tuple[str, str], ...]:
+    """AD-33: at the first byte, and again at the end, when it may have changed under a KEEP update."""
+    return ((WEIGHT_VERSION_KEY, header_text(stream.weight_version or UNKNOWN_VERSION)),)
