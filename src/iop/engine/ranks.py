@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from iop.core.errors import Internal, IopError, Unavailable
 from iop.engine.checkpoint import ModelConfig
@@ -40,8 +40,8 @@ class _Channel(asyncio.Protocol):
         self.is_lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Cast, not checked: uvloop's transports are no instances of asyncio.Transport.
+        self._transport = cast("asyncio.Transport", transport)
 
     def expect(self) -> asyncio.Future[dict[str, Any]]:
         """A future for the next answer that nobody awaits yet."""
