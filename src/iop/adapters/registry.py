@@ -1,0 +1,54 @@
+"""Which adapter serves which type of the config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from iop.adapters.base import Adapter, AdapterServices
+from iop.adapters.openai_compat import OpenAICompatAdapter
+from iop.core.errors import Unsupported
+from iop.wire.messages import AdapterConfig
+
+AdapterFactory = Callable[[AdapterConfig, AdapterServices], Adapter]
+"""Makes one adapter; raises InvalidRequest when the config cannot work."""
+
+
+def _openai_compat(config: AdapterConfig, services: AdapterServices) -> Adapter:
+    return OpenAICompatAdapter(config, services)
+
+
+ADAPTERS: Final[Mapping[str, AdapterFactory]] = MappingProxyType(
+    {
+        "openai_compat": _openai_compat,
+        "vllm": _openai_compat,
+        "sglang": _openai_compat,
+        "trtllm": _openai_compat,
+        "llamacpp": _openai_compat,
+    }
+)
+"""By type. The named HTTP engines are tunnelled to; their native control interfaces are not offered yet, and
+their capabilities say so."""
+
+
+def adapter_types() -> tuple[str, ...]:
+    """What a Node of this build offers, for its registration."""
+    return tuple(sorted(ADAPTERS))
+
+
+def create_adapter(config: AdapterConfig, services: AdapterServices) -> Adapter:
+    """Make the adapter that a config asks for; it is not started yet.
+
+    Raises:
+        Unsupported: a type that this build does not know.
+        InvalidRequest: a config that cannot work.
+    """
+    factory = ADAPTERS.get(config.type)
+    if factory is None:
+        raise Unsupported(
+            f"adapter {config.name!r}: this Node has no adapter of type {config.type!r}; it has "
+            + ", ".join(adapter_types()),
+            reason="UNKNOWN_ADAPTER_TYPE",
+        )
+    return factory(config, services)
