@@ -46,6 +46,9 @@ KV_LEVELS: Final = 127
 INNER_MAX: Final = 2**24 // (WEIGHT_LEVELS * ACTIVATION_LEVELS)
 """Longest inner dimension of a product: a longer one could leave the integers that float32 holds."""
 
+_PEAK_MIN: Final = np.float32(1e-30)
+"""Vectors below this are zero: their scale would leave the normal numbers."""
+
 _NORM_LEVELS: Final = 32767.0
 _LOG2_E: Final = 1.4426950408889634
 _EXPONENT_MIN: Final = -60.0
@@ -74,17 +77,17 @@ def quantise(x: F32, levels: int) -> tuple[F32, F32]:
         levels: largest absolute integer.
 
     Returns:
-        Integers of shape (..., K) and scales of shape (..., 1); a vector of zeros has scale 1.
+        Integers of shape (..., K) and scales of shape (..., 1); a vector of (nearly) zeros has scale 1.
     """
     peak = np.abs(x).max(axis=-1, keepdims=True)
-    scale = np.where(peak > 0, peak / np.float32(levels), np.float32(1.0)).astype(np.float32, copy=False)
+    scale = np.where(peak > _PEAK_MIN, peak / np.float32(levels), np.float32(1.0)).astype(np.float32, copy=False)
     return np.rint(x / scale), scale
 
 
 def inverse_rms(x: F32, epsilon: float) -> F32:
     """One over the root mean square of each row: shape (R, D) to (R, 1)."""
     peak = np.abs(x).max(axis=-1, keepdims=True).astype(np.float64)
-    peak[peak == 0.0] = 1.0
+    peak[peak <= _PEAK_MIN] = 1.0
     grid = np.rint(x * (_NORM_LEVELS / peak))
     unit = peak / _NORM_LEVELS
     mean = (grid * grid).sum(axis=-1, keepdims=True) / x.shape[-1] * (unit * unit)

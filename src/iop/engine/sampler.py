@@ -28,7 +28,7 @@ class TokenHistory:
 
 def random_stream(seed: int, index: int) -> np.random.Generator:
     """The random numbers of one sequence: the same seed and index give the same ones everywhere."""
-    return np.random.Generator(np.random.Philox(key=[seed % 2**64, index]))
+    return np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, index], dtype=np.uint64)))
 
 
 def choose(
