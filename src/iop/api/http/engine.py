@@ -50,6 +50,7 @@ from iop.engine import (
     GenerationStream,
     PromptScored,
     TokenChunk,
+    TokenLogprob,
     Usage,
 )
 
@@ -73,7 +74,6 @@ class _Run:
     request: GenerationRequest
     first_index: int
     echo: str | None = None
-    first_token: str = ""
 
 
 class EngineHttp:
@@ -208,13 +208,11 @@ class EngineHttp:
         answer_id = self._make_id()
         for number, prompt in enumerate(completion_prompts(completion)):
             request = completion_request(completion, request_id=f"{answer_id}-{number}", prompt=prompt)
-            ids = prompt if isinstance(prompt, tuple) else self._engine.tokenize(prompt)
             runs.append(
                 _Run(
                     request=request,
                     first_index=number * request.n,
                     echo=self._echo(prompt) if completion.echo else None,
-                    first_token=self._engine.detokenize(ids[:1]),
                 )
             )
         options = completion.stream_options
@@ -272,7 +270,7 @@ class _Answer:
             streams = [(run, await stack.enter_async_context(engine.generate(run.request))) for run in runs]
             try:
                 for run, stream in streams:
-                    await self._follow(run, stream)
+                    await self._follow(engine, run, stream)
             except IopError as error:
                 if not self._exchange.is_started:
                     raise
@@ -281,7 +279,7 @@ class _Answer:
                 return
         self._finish()
 
-    async def _follow(self, run: _Run, stream: GenerationStream) -> None:
+    async def _follow(self, engine: Engine, run: _Run, stream: GenerationStream) -> None:
         scored: PromptScored | None = None
         async for event in stream:
             if isinstance(event, PromptScored):
@@ -292,7 +290,7 @@ class _Answer:
             if choice is None:
                 choice = self._choices[index] = ChoiceState(index=index)
                 if run.echo is not None:
-                    echo_prompt(choice, run.echo, scored, first_token=run.first_token)
+                    echo_prompt(choice, run.echo, _scores(engine, scored))
                 if self._is_stream:
                     self._open(choice)
             if isinstance(event, Finished):
@@ -342,6 +340,20 @@ class _Answer:
         choices = [self._choices[index] for index in sorted(self._choices)]
         body = orjson.dumps(self._shape.whole(choices, self._usage))
         self._exchange.respond(200, [*_JSON, (b"x-request-id", self._request_id)], body)
+
+
+def _scores(engine: Engine, scored: PromptScored | None) -> list[TokenLogprob | str]:
+    """Scores of the prompt's tokens as the caller wrote them: the mark that opens every text is not one of
+    them.
+    """
+    if scored is None:
+        return []
+    pairs = zip(scored.token_ids, scored.logprobs, strict=True)
+    return [
+        engine.detokenize((token,)) if score is None else score
+        for token, score in pairs
+        if token != engine.info.bos_token_id
+    ]
 
 
 def _render_metrics(counters: Counters) -> bytes:

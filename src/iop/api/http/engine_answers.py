@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from iop.engine import Finished, PromptScored, TokenChunk, TokenLogprob, TokenScore, Usage
+from iop.engine import Finished, TokenChunk, TokenLogprob, TokenScore, Usage
 
 __all__ = ["AnswerShape", "ChatShape", "ChoiceState", "CompletionShape", "echo_prompt", "sse_data"]
 
@@ -188,12 +188,11 @@ class CompletionShape(_Shape):
         return self.envelope("text_completion", rendered, is_stream=False) | {"usage": _usage(usage)}
 
 
-def echo_prompt(choice: ChoiceState, text: str, scored: PromptScored | None, *, first_token: str) -> None:
+def echo_prompt(choice: ChoiceState, text: str, scores: list[TokenLogprob | str]) -> None:
     """Put the prompt in front of what the alternative will say."""
     choice.texts.append(text)
     choice.text_length += len(text)
-    if scored is not None:
-        choice.logprobs.extend(first_token if item is None else item for item in scored.logprobs)
+    choice.logprobs.extend(scores)
 
 
 def _score(score: TokenScore) -> dict[str, Any]:
