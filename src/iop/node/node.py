@@ -61,7 +61,7 @@ STOP_CANCEL_S: Final = 2.0
 class Dialer(Protocol):
     """Opens connections to the Edge."""
 
-    async def connect(self, handler: NodeHandler) -> NodeConnection:
+    async def dial(self, handler: NodeHandler) -> NodeConnection:
         """Open one; from then on `handler` is called, `on_closed` exactly once and last.
 
         Raises:
@@ -250,7 +250,7 @@ class Node:
         session = NodeSession(self._identity.node_id, self._parts, self._post)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                connection = await self._dialer.connect(session)
+                connection = await self._dialer.dial(session)
         except InvalidRequest as exc:
             self._post(FatalLocalError(reason=exc.message))
             return
@@ -263,6 +263,8 @@ class Node:
         except asyncio.CancelledError:
             self._post(Lost(reason="called off"))
             raise
+        if session.is_closed:
+            return
         self._session = session
         self._link = connection
         self._post(Connected())

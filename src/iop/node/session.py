@@ -81,6 +81,11 @@ class NodeSession:
         return None if self._is_closed else self._connection
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the connection is over."""
+        return self._is_closed
+
+    @property
     def is_ready(self) -> bool:
         """Whether the Edge acked ready and the connection is open."""
         return self._is_ready and not self._is_closed

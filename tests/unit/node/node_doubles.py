@@ -317,7 +317,7 @@ class FakeDialer:
         self.dials = 0
         self.hold: asyncio.Event | None = None
 
-    async def connect(self, handler: NodeHandler) -> NodeConnection:
+    async def dial(self, handler: NodeHandler) -> NodeConnection:
         self.dials += 1
         if self.hold is not None:
             await self.hold.wait()
