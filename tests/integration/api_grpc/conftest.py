@@ -1,5 +1,5 @@
 """Fixtures of the gRPC surface tests."""
 
-from grpc_admin_rig import admin_address, channel, operations, principals, unused_address
+from grpc_admin_rig import admin_address, channel, metrics, operations, principals, unused_address
 
-__all__ = ["admin_address", "channel", "operations", "principals", "unused_address"]
+__all__ = ["admin_address", "channel", "metrics", "operations", "principals", "unused_address"]

@@ -27,6 +27,7 @@ from iop.admin.results import (
     OperationAccepted,
     OperationCompleted,
     OperationPage,
+    OperationPlan,
     OperationResult,
     PauseResult,
     StartProfileResult,
@@ -34,8 +35,11 @@ from iop.admin.results import (
 )
 from iop.api.grpc.auth import PrincipalDirectory, PrincipalGrant, secret_sha256
 from iop.api.grpc.listeners import admin_listener
+from iop.api.grpc.rpc_metrics import RpcMetrics
 from iop.api.grpc.server import ListenerSettings
+from iop.core.errors import Conflict
 from iop.core.ids import OperationId
+from iop.obs.metrics import Metrics
 from iop.pb.openengine.v1 import admin_pb2 as pb
 from iop.pb.openengine.v1 import admin_pb2_grpc
 
@@ -80,6 +84,7 @@ class ScriptedOperations:
     fails_with: BaseException | None = None
     calls: list[MutationCall] = dataclasses.field(default_factory=list)
     seen: list[tuple[str, Principal, object]] = dataclasses.field(default_factory=list)
+    audited: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     left: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     go_on: asyncio.Event | None = None
 
@@ -88,6 +93,19 @@ class ScriptedOperations:
         self.seen.append((kind_of(call.request).name, call.principal, call.request))
         async for event in self._play(kind_of(call.request)):
             yield event
+
+    async def run_to_end(self, call: MutationCall) -> Any:
+        async with contextlib.aclosing(self.submit(call)) as events:
+            async for event in events:
+                match event.event:
+                    case OperationCompleted(result=result):
+                        return result
+                    case OperationPlan() as plan:
+                        return plan
+        raise Conflict("it failed", reason="OPERATION_FAILED", details={"operation_id": "op-1"})
+
+    async def audit(self, principal: Principal, method: str, *, outcome: str) -> None:
+        self.audited.append((principal.name, method, outcome))
 
     async def watch(
         self, principal: Principal, operation_id: str, *, after_sequence: int = 0
@@ -140,6 +158,11 @@ def operations() -> ScriptedOperations:
 
 
 @pytest.fixture
+def metrics() -> Metrics:
+    return Metrics(with_process=False)
+
+
+@pytest.fixture
 def principals() -> PrincipalDirectory:
     return PrincipalDirectory(
         [
@@ -157,10 +180,11 @@ def principals() -> PrincipalDirectory:
 
 
 @pytest.fixture
-async def admin_address(operations: ScriptedOperations, principals: PrincipalDirectory) -> AsyncIterator[str]:
-    listener = admin_listener(
-        operations, principals, ListenerSettings(address="127.0.0.1:0", stop_grace_s=0.2)
-    )
+async def admin_address(
+    operations: ScriptedOperations, principals: PrincipalDirectory, metrics: Metrics
+) -> AsyncIterator[str]:
+    settings = ListenerSettings(address="127.0.0.1:0", stop_grace_s=0.2)
+    listener = admin_listener(operations, principals, settings, on_ended=RpcMetrics(metrics).on_ended)
     async with listener.serving():
         yield listener.address
 

@@ -7,6 +7,7 @@ happens in the core. A call that ends early only stops watching: the mutation go
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncIterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
@@ -31,19 +32,17 @@ from iop.admin.results import (
     AdminOperation,
     AdminOperationEvent,
     CancelResult,
-    OperationCancelled,
-    OperationCompleted,
-    OperationFailed,
     OperationPage,
     OperationPlan,
+    OperationResult,
 )
 from iop.api.grpc.admin_codec import CODEC, check_unknown_fields, decode_mutation, require_text
 from iop.api.grpc.interceptors import current_principal
-from iop.core.errors import Conflict, Internal
+from iop.core.errors import InvalidRequest
 from iop.pb.openengine.v1 import admin_pb2 as pb
 from iop.pb.openengine.v1 import admin_pb2_grpc
 
-__all__ = ["ADMIN_METHODS", "ADMIN_SERVICE", "AdminOperations", "AdminService"]
+__all__ = ["ADMIN_METHODS", "ADMIN_SERVICE", "AdminOperations", "AdminService", "audit_name"]
 
 ADMIN_SERVICE: Final[str] = pb.DESCRIPTOR.services_by_name["OpenEngineAdmin"].full_name
 
@@ -70,6 +69,8 @@ ADMIN_METHODS: Final[Mapping[str, Permission | None]] = MappingProxyType(
 )
 """Permission by full method name; None: any principal, the core decides further."""
 
+_WORD_START: Final = re.compile(r"(?<=[a-z])(?=[A-Z])")
+
 Events: TypeAlias = AsyncIterator[pb.AdminOperationEvent]
 Mutation = TypeVar("Mutation", bound=MutationRequest)
 
@@ -84,6 +85,10 @@ class AdminOperations(Protocol):
 
     def submit(self, call: MutationCall) -> AsyncIterator[AdminOperationEvent]:
         """Check, accept and observe one mutation."""
+        ...
+
+    async def run_to_end(self, call: MutationCall) -> OperationResult | OperationPlan:
+        """The same for RPCs that answer once. Raises Conflict, OPERATION_FAILED, when it did not complete."""
         ...
 
     async def get(self, principal: Principal, operation_id: str) -> AdminOperation:
@@ -106,6 +111,10 @@ class AdminOperations(Protocol):
 
     async def profile(self, principal: Principal) -> AdminProfile:
         """What the server offers."""
+        ...
+
+    async def audit(self, principal: Principal, method: str, *, outcome: str) -> None:
+        """Note a call that was refused before the core saw it (AD-101)."""
         ...
 
 
@@ -200,7 +209,7 @@ class AdminService(admin_pb2_grpc.OpenEngineAdminServicer):
     # ------------------------------------------------------------------------------------------ shared
 
     async def _mutate(self, message: Any, record_type: type[Mutation], rpc: str) -> Events:
-        call = decode_mutation(message, record_type, rpc=rpc, principal=current_principal())
+        call = await self._decode(message, record_type, rpc)
         events = self._operations.submit(call)
         async with detaching(events):
             async for event in events:
@@ -208,34 +217,25 @@ class AdminService(admin_pb2_grpc.OpenEngineAdminServicer):
 
     async def _finish(self, message: Any, record_type: type[Mutation], rpc: str, answer: Any) -> None:
         """Run a mutation whose RPC answers once, and fill in the answer."""
-        call = decode_mutation(message, record_type, rpc=rpc, principal=current_principal())
-        events = self._operations.submit(call)
-        async with detaching(events):
-            async for event in events:
-                match event.event:
-                    case OperationCompleted(result=result):
-                        CODEC.encode(result, answer)
-                        return
-                    case OperationPlan() as plan:
-                        answer.plan.SetInParent()
-                        CODEC.encode(plan, answer.plan)
-                        return
-                    case OperationFailed(error=error):
-                        raise _ended(event.operation_id, "OPERATION_FAILED", error.message)
-                    case OperationCancelled(reason=reason):
-                        raise _ended(event.operation_id, "OPERATION_CANCELLED", reason)
-                    case _:
-                        continue
-        raise Internal("An operation's events ended without a terminal one.")
+        outcome = await self._operations.run_to_end(await self._decode(message, record_type, rpc))
+        if isinstance(outcome, OperationPlan):
+            answer.plan.SetInParent()
+            CODEC.encode(outcome, answer.plan)
+        else:
+            CODEC.encode(outcome, answer)
+
+    async def _decode(self, message: Any, record_type: type[Mutation], rpc: str) -> MutationCall:
+        principal = current_principal()
+        try:
+            return decode_mutation(message, record_type, rpc=rpc, principal=principal)
+        except InvalidRequest as error:
+            await self._operations.audit(principal, audit_name(rpc), outcome=error.reason)
+            raise
 
 
-def _ended(operation_id: str, reason: str, message: str) -> Conflict:
-    """An accepted operation that did not complete, for an RPC that has no events to say so (AD-46)."""
-    return Conflict(
-        message or "The operation did not complete; GetOperation tells the rest.",
-        reason=reason,
-        details={"operation_id": operation_id},
-    )
+def audit_name(rpc: str) -> str:
+    """An RPC as the audit names it: `FlushCaches`, or its full method name, is `FLUSH_CACHES`."""
+    return _WORD_START.sub("_", rpc.rpartition("/")[2]).upper()
 
 
 @contextlib.asynccontextmanager

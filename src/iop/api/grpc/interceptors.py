@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
@@ -65,7 +66,14 @@ def current_api_caller() -> ApiCaller:
 
 # The base class is generic in its stubs only.
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends every failed call with a mapped status; what is not ours becomes INTERNAL and says no more."""
+    """Ends every failed call with a mapped status; what is not ours becomes INTERNAL and says no more.
+
+    Args:
+        on_ended: told the full method name, the status and the seconds of each call, for metrics.
+    """
+
+    def __init__(self, *, on_ended: Callable[[str, str, float], None] | None = None) -> None:
+        self._on_ended = on_ended
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -78,21 +86,30 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         def guard(behaviour: Behaviour) -> Behaviour:
             async def guarded(request: Any, context: Context) -> Any:
+                began = time.monotonic()
+                code = "OK"
                 try:
                     return await behaviour(request, context)
                 except grpc.aio.AbortError:
+                    code = "ABORTED_BY_HANDLER"
                     raise
                 except asyncio.CancelledError:
                     # The peer left, the server stops, or our own code was cancelled. A handler that just ends
                     # leaves its caller waiting for the deadline; a peer that left does not mind a status.
+                    code = "CANCELLED"
                     await _end_cancelled(context)
                     raise
                 except IopError as error:
+                    code = error.status.grpc
                     _log_failure(method, context, error)
                     return await _abort(context, error)
                 except Exception:  # noqa: BLE001 - a supervisor: the log gets the cause, the caller INTERNAL
+                    code = "INTERNAL"
                     _log.exception("rpc.failed_internally", extra={"rpc": method})
                     return await _abort(context, Internal("The server failed; its log has the cause."))
+                finally:
+                    if self._on_ended is not None:
+                        self._on_ended(method, code, time.monotonic() - began)
 
             return guarded
 
@@ -115,6 +132,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):  # type: ign
         authorize: raises PermissionDenied unless the caller may call this full method name. Called for every
             method that is not public, so an unknown one is its to refuse.
         public: full method names, or service prefixes ending in `/`, that need no credential.
+        on_refused: told of known callers who were not authorised, for the audit (AD-101).
     """
 
     def __init__(
@@ -123,7 +141,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):  # type: ign
         authenticator: Authenticator[Caller],
         authorize: Callable[[Caller, str], None],
         public: frozenset[str],
+        on_refused: Callable[[Caller, str, IopError], Awaitable[None]] | None = None,
     ) -> None:
+        self._on_refused = on_refused
         self._authenticator = authenticator
         self._authorize = authorize
         self._public = public
@@ -144,13 +164,21 @@ class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):  # type: ign
                     context.invocation_metadata() or (), context.auth_context(), peer=context.peer()
                 )
                 caller = self._authenticator.authenticate(credentials)
-                self._authorize(caller, method)
                 _caller.set(caller)
+                await self._check(caller, method)
                 return await behaviour(_parse(request, parse), context)
 
             return guarded
 
         return _rewrap(handler, guard, takes_bytes=parse is not None)
+
+    async def _check(self, caller: Caller, method: str) -> None:
+        try:
+            self._authorize(caller, method)
+        except IopError as error:
+            if self._on_refused is not None:
+                await self._on_refused(caller, method, error)
+            raise
 
     def _is_public(self, method: str) -> bool:
         return method in self._public or method[: method.rfind("/") + 1] in self._public

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 import grpc
 
-from iop.admin.permissions import Permission
+from iop.admin.permissions import Permission, Principal
 from iop.admin.profile import AdminLimits
-from iop.api.grpc.admin_service import ADMIN_METHODS, ADMIN_SERVICE, AdminOperations, AdminService
+from iop.api.grpc.admin_service import ADMIN_METHODS, ADMIN_SERVICE, AdminOperations, AdminService, audit_name
 from iop.api.grpc.auth import ApiCaller, ApiKeyDirectory, PrincipalDirectory
 from iop.api.grpc.control_service import CONTROL_SERVICE, ControlService
 from iop.api.grpc.health import HEALTH_SERVICE
@@ -16,6 +17,7 @@ from iop.api.grpc.inference_service import INFERENCE_SERVICE, InferenceService
 from iop.api.grpc.interceptors import AuthInterceptor, ErrorInterceptor, authorize_by_table
 from iop.api.grpc.ports import ControlPort, InferencePort
 from iop.api.grpc.server import REFLECTION_SERVICE, GrpcListener, GrpcService, ListenerSettings
+from iop.core.errors import IopError
 from iop.core.limits import MIB
 from iop.pb.openengine.v1 import admin_pb2, admin_pb2_grpc, openengine_pb2, openengine_pb2_grpc
 
@@ -25,19 +27,29 @@ HEALTH_METHODS: Final = f"/{HEALTH_SERVICE}/"
 REFLECTION_METHOD: Final = f"/{REFLECTION_SERVICE}/ServerReflectionInfo"
 
 
+OnEnded: TypeAlias = Callable[[str, str, float], None]
+
+
 def admin_receive_bytes_max(limits: AdminLimits) -> int:
     """The receive limit of an admin listener: the tensors of one update and room for their frame (AD-104)."""
     return limits.max_inline_tensor_bytes + MIB
 
 
 def admin_listener(
-    operations: AdminOperations, principals: PrincipalDirectory, settings: ListenerSettings
+    operations: AdminOperations,
+    principals: PrincipalDirectory,
+    settings: ListenerSettings,
+    *,
+    on_ended: OnEnded | None = None,
 ) -> GrpcListener:
     """OpenEngineAdmin with its health and reflection.
 
     Health answers without credential; reflection needs what a viewer has (AD-03).
     """
     service = AdminService(operations)
+
+    async def audit_refusal(principal: Principal, method: str, error: IopError) -> None:
+        await operations.audit(principal, audit_name(method), outcome=error.reason)
 
     def register(server: grpc.aio.Server) -> None:
         admin_pb2_grpc.add_OpenEngineAdminServicer_to_server(service, server)
@@ -52,11 +64,12 @@ def admin_listener(
             )
         ],
         interceptors=(
-            ErrorInterceptor(),
+            ErrorInterceptor(on_ended=on_ended),
             AuthInterceptor(
                 authenticator=principals,
                 authorize=authorize_by_table({**ADMIN_METHODS, REFLECTION_METHOD: Permission.PROFILE}),
                 public=frozenset({HEALTH_METHODS}),
+                on_refused=audit_refusal,
             ),
         ),
         settings=settings,
@@ -71,6 +84,7 @@ def inference_listener(
     *,
     admin_profile_revision: int | None = 1,
     is_privileged_allowed: bool = False,
+    on_ended: OnEnded | None = None,
 ) -> GrpcListener:
     """Inference and Control with their health and reflection.
 
@@ -81,6 +95,7 @@ def inference_listener(
         settings: where to listen.
         admin_profile_revision: told by GetServerInfo where an admin listener exists too; None: there is none (AD-50).
         is_privileged_allowed: allow the privileged Control calls here (AD-103).
+        on_ended: told of each call's method, status and seconds; see `iop.api.grpc.rpc_metrics`.
     """
     inference_service = InferenceService(inference, control)
     control_service = ControlService(
@@ -108,7 +123,7 @@ def inference_listener(
     return GrpcListener(
         services,
         interceptors=(
-            ErrorInterceptor(),
+            ErrorInterceptor(on_ended=on_ended),
             AuthInterceptor(
                 authenticator=keys,
                 authorize=_any_caller,
