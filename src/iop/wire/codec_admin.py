@@ -1,4 +1,4 @@
-"""The admin records of the wire, by message name. The admin vocabulary itself stays above: see ``iop.net.admin_steps``."""
+"""The admin records of the wire, by message name; ``iop.net.admin_steps`` knows the vocabulary they stand for."""
 
 from __future__ import annotations
 
