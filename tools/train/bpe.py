@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 
 from iop.engine.tokenizer import PIECE
 
@@ -11,12 +12,14 @@ from iop.engine.tokenizer import PIECE
 def train_merges(texts: Iterable[str], *, specials: int, vocabulary: int) -> list[tuple[int, int]]:
     """Merges in order, until ``vocabulary`` ids exist. Ties go to the lower ids, so the result is reproducible."""
     pieces = Counter(match.group() for text in texts for match in PIECE.finditer(text))
-    words = [([specials + value for value in piece.encode()], count) for piece, count in sorted(pieces.items())]
+    words = [
+        ([specials + value for value in piece.encode()], count) for piece, count in sorted(pieces.items())
+    ]
     merges: list[tuple[int, int]] = []
     while specials + 256 + len(merges) < vocabulary:
         pairs: dict[tuple[int, int], int] = defaultdict(int)
         for ids, count in words:
-            for pair in zip(ids, ids[1:], strict=False):
+            for pair in pairwise(ids):
                 pairs[pair] += count
         if not pairs:
             break

@@ -26,7 +26,16 @@ from torch.nn import functional as f
 
 from iop.engine.tokenizer import FORMAT, Tokenizer
 
-SPECIALS: Final = (corpus.BOS, corpus.END, corpus.SYSTEM, corpus.USER, corpus.ASSISTANT, "<|tool|>", "<|pad|>", "<|reserved|>")
+SPECIALS: Final = (
+    corpus.BOS,
+    corpus.END,
+    corpus.SYSTEM,
+    corpus.USER,
+    corpus.ASSISTANT,
+    "<|tool|>",
+    "<|pad|>",
+    "<|reserved|>",
+)
 VOCABULARY: Final = 1024
 WIDTH: Final = 128
 LAYERS: Final = 4
@@ -45,7 +54,9 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm = nn.RMSNorm(WIDTH, eps=EPSILON)
         self.mlp_norm = nn.RMSNorm(WIDTH, eps=EPSILON)
-        self.attn = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("q", "k", "v", "o")})
+        self.attn = nn.ModuleDict(
+            {name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("q", "k", "v", "o")}
+        )
         self.mlp = nn.ModuleDict(
             {
                 "gate": nn.Linear(WIDTH, FFN, bias=False),
@@ -82,7 +93,11 @@ class Model(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.05)
         for name, weight in self.named_parameters():
             if weight.ndim == 2 and "embed" not in name:
-                nn.init.normal_(weight, std=(0.5 if name.endswith(("o.weight", "down.weight")) else 1.0) / math.sqrt(weight.shape[1]))
+                nn.init.normal_(
+                    weight,
+                    std=(0.5 if name.endswith(("o.weight", "down.weight")) else 1.0)
+                    / math.sqrt(weight.shape[1]),
+                )
         half = WIDTH // HEADS // 2
         angle = torch.outer(torch.arange(WINDOW).double(), ROPE_BASE ** (-torch.arange(half).double() / half))
         self.register_buffer("cos", angle.cos().float(), persistent=False)
@@ -145,7 +160,8 @@ class Batches:
         """Inputs and targets, each (rows, WINDOW)."""
         limit = len(self._stream) - WINDOW - 1
         at = [
-            min(self._random.choice(self._starts), limit) if row % 2 else self._random.randrange(limit) for row in range(rows)
+            min(self._random.choice(self._starts), limit) if row % 2 else self._random.randrange(limit)
+            for row in range(rows)
         ]
         crops = torch.stack([self._stream[i : i + WINDOW + 1] for i in at])
         return crops[:, :-1], crops[:, 1:]
@@ -156,11 +172,17 @@ def loss_of(model: Model, ids: Tensor, targets: Tensor) -> Tensor:
     return f.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
-def save(model: Model, out: Path, name: str, merges: list[tuple[int, int]], *, tokens: int, held_out: float) -> None:
+def save(
+    model: Model, out: Path, name: str, merges: list[tuple[int, int]], *, tokens: int, held_out: float
+) -> None:
     """Write one checkpoint directory."""
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.detach().half().contiguous() for k, v in model.named_parameters()}, folder / "model.safetensors", {"format": "iop"})
+    save_file(
+        {k: v.detach().half().contiguous() for k, v in model.named_parameters()},
+        folder / "model.safetensors",
+        {"format": "iop"},
+    )
     config = {
         "format": "iop-transformer-1",
         "weight_version": name,
@@ -185,7 +207,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=12.0)
-    parser.add_argument("--first-at", type=float, default=0.12, help="share of the time after which `first` is taken")
+    parser.add_argument(
+        "--first-at", type=float, default=0.12, help="share of the time after which `first` is taken"
+    )
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
@@ -202,7 +226,10 @@ def main() -> None:
     others = [w for n, w in model.named_parameters() if not (w.ndim == 2 and "embed" not in n)]
     adam = torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
     muon = Muon(matrices, lr=0.02)
-    print(f"{sum(w.numel() for w in model.parameters())} parameters, {len(train)} tokens, {len(merges)} merges", flush=True)
+    print(
+        f"{sum(w.numel() for w in model.parameters())} parameters, {len(train)} tokens, {len(merges)} merges",
+        flush=True,
+    )
     start, step, taken = time.process_time(), 0, False
     while (done := (time.process_time() - start) / (60 * options.minutes)) < 1:
         factor = min(1.0, (step + 1) / 20) * min(1.0, (1 - done) / 0.6)
@@ -223,7 +250,14 @@ def main() -> None:
     report(model, options.out, "second", merges, fixed, step * options.rows * WINDOW)
 
 
-def report(model: Model, out: Path, name: str, merges: list[tuple[int, int]], fixed: tuple[Tensor, Tensor], tokens: int) -> None:
+def report(
+    model: Model,
+    out: Path,
+    name: str,
+    merges: list[tuple[int, int]],
+    fixed: tuple[Tensor, Tensor],
+    tokens: int,
+) -> None:
     """Measure on text never trained on, save, and say so."""
     with torch.no_grad():
         held_out = loss_of(model, *fixed).item()

@@ -1,4 +1,7 @@
-"""Memory that can really be given back: each arena is a mapped memory file of its own, told apart by name in the kernel's map."""
+"""Memory that can really be given back.
+
+Each arena is a mapped memory file of its own, told apart by its name in the kernel's map of the process.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -52,7 +56,8 @@ class Arena:
             key: np.ndarray(spec.shape, dtype=spec.dtype, buffer=self._map, offset=offsets[key])
             for key, spec in specs.items()
         }
-        # Resident from the start, as an engine's preallocated memory is; else a release would give back only what was used.
+        # Resident from the start, as an engine's preallocated memory is; else a release would give back only what was
+        # used.
         np.frombuffer(self._map, dtype=np.uint8)[:] = 0
 
     def digest(self) -> str:
@@ -82,9 +87,9 @@ class Arena:
 
 
 def resident_bytes(name: str) -> int:
-    """Bytes of the arena ``name`` that are resident in this process, as the kernel's map of it tells; 0 when unmapped."""
+    """Bytes of the arena ``name`` that are resident in this process, as the kernel tells; 0 when unmapped."""
     total, inside = 0, False
-    with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
+    with Path("/proc/self/smaps").open(encoding="ascii", errors="replace") as lines:
         for line in lines:
             head = line.split(None, 6)
             if "-" in head[0] and not head[0].endswith(":"):

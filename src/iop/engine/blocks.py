@@ -1,8 +1,8 @@
 """The KV arena's blocks and the prefix cache over them. Pure: it counts and names blocks, the ranks hold their content.
 
-A block is *free*, *held* by one or more sequences, or *cached*: held by none but still named by the hash of all tokens up to
-its end, so that a later prompt with the same beginning can take it over. Cached blocks are given away again, least recently
-used first, when no free one is left.
+A block is *free*, *held* by one or more sequences, or *cached*: held by none but still named by the hash of all
+tokens up to its end, so that a later prompt with the same beginning can take it over. Cached blocks are given away
+again, least recently used first, when no free one is left.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How rank processes add up their parts: one shared mapping and a counter per pair of ranks.
 
-A rank writes its part into its slot, tells every other rank through that pair's event counter, waits for theirs, and adds
-all slots in a fixed tree. Slots alternate between two banks: a rank that writes bank k+2 has seen everybody arrive at k+1,
-hence everybody has finished reading bank k. Waiting costs no CPU and ends with the process when the engine is gone.
+A rank writes its part into its slot, tells every other rank through that pair's event counter, waits for theirs, and
+adds all slots in a fixed tree. Slots alternate between two banks: a rank that writes bank k+2 has seen everybody
+arrive at k+1, hence everybody has finished reading bank k. Waiting costs no CPU and ends with the process when the
+engine is gone.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy as np
 
 from iop.engine.exact import F32
 
-__all__ = ["EngineGone", "Exchange", "exchange_bytes"]
+__all__ = ["EngineGoneError", "Exchange", "exchange_bytes"]
 
 _BANKS: Final = 2
 
 
-class EngineGone(Exception):
+class EngineGoneError(Exception):
     """The engine's process has closed its side; a rank has nothing left to live for."""
 
 
@@ -75,7 +76,7 @@ class Exchange:
         """Sum of all ranks' parts of shape (R, width), the same bits on each.
 
         Raises:
-            EngineGone: while waiting for another rank.
+            EngineGoneError: while waiting for another rank.
         """
         if self._ranks == 1:
             return part
@@ -100,4 +101,4 @@ class Exchange:
                     os.eventfd_read(signal)
                     return
                 if fd == self._alive_fd and event & (select.POLLHUP | select.POLLERR):
-                    raise EngineGone
+                    raise EngineGoneError

@@ -192,7 +192,7 @@ class Engine:
             await runner.run()
         except IopError as exc:
             self._fail(exc.message)
-        except Exception:
+        except Exception:  # noqa: BLE001  # the supervisor: a failed step ends the service, its cause is logged
             _log.exception("engine.step_failed")
             self._fail("The step loop failed.")
 
@@ -345,10 +345,10 @@ class Engine:
     ) -> PauseReport:
         """Stop the scheduler and close every rank's gate (AD-41). Idempotent for the same mode and admission.
 
-        DRAIN lets work in flight finish; ABORT ends it with reason ABORTED; KEEP freezes it, to go on at ``resume`` with
-        no token lost. In flight is what has started; with admission REJECT also what waits for a slot (with QUEUE that
-        waits on). A new request meanwhile waits (QUEUE) or gets ``Draining`` (REJECT). A caller who leaves a frozen
-        request has it taken out at once.
+        DRAIN lets work in flight finish; ABORT ends it with reason ABORTED; KEEP freezes it, to go on at ``resume``
+        with no token lost. In flight is what has started; with admission REJECT also what waits for a slot (with
+        QUEUE that waits on). A new request meanwhile waits (QUEUE) or gets ``Draining`` (REJECT). A caller who leaves
+        a frozen request has it taken out at once.
 
         Raises:
             DeadlineExceeded: the drain ran out of time and ``on_drain_timeout`` is FAIL; the gate is open again.
@@ -374,7 +374,8 @@ class Engine:
         """Empty caches (AD-40) in the scheduler and in every rank's arena.
 
         FAIL refuses while any sequence runs; WAIT waits for it, up to ``wait_timeout_s``; PREEMPT takes their blocks
-        away, they are computed again when next scheduled. Kinds other than PREFIX do not exist here: their outcome is UNKNOWN.
+        away, they are computed again when next scheduled. Kinds other than PREFIX do not exist here: their outcome is
+        UNKNOWN.
         """
         return await self._running().operations.flush(kinds=kinds, busy=busy, wait_timeout_s=wait_timeout_s)
 

@@ -1,15 +1,15 @@
 """Arithmetic whose result does not depend on order, shape, batch or the number of ranks.
 
-A float32 matrix product is rounded at every addition, so its last bits follow the order in which a kernel adds, and that
-order follows the shape. Greedy decoding then answers differently by who else is in the batch. Here nothing is ever
-rounded in a sum:
+A float32 matrix product is rounded at every addition, so its last bits follow the order in which a kernel adds, and
+that order follows the shape. Greedy decoding then answers differently by who else is in the batch. Here nothing is
+ever rounded in a sum:
 
 * Products have integer operands: weights of 8 bits against activations of 10 bits (``ACTIVATION_LEVELS``). All partial
   sums stay below 2**24, where float32 holds every integer, so any kernel in any order gives the one exact sum.
 * What is left is element by element (``+ - * / sqrt rint``), which IEEE 754 defines to the last bit.
 * Sums over a row (norms, softmax) add fixed-point integers in float64, exact below 2**53.
-* Parts that ranks hold are rounded per *lane*, a fixed quarter of a layer, and added as a fixed tree; the number of ranks
-  only moves lanes between processes.
+* Parts that ranks hold are rounded per *lane*, a fixed quarter of a layer, and added as a fixed tree; the number of
+  ranks only moves lanes between processes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def quantise(x: F32, levels: int) -> tuple[F32, F32]:
         Integers of shape (..., K) and scales of shape (..., 1); a vector of (nearly) zeros has scale 1.
     """
     peak = np.abs(x).max(axis=-1, keepdims=True)
-    scale = np.where(peak > _PEAK_MIN, peak / np.float32(levels), np.float32(1.0)).astype(np.float32, copy=False)
+    scale = np.where(peak > _PEAK_MIN, peak / np.float32(levels), np.float32(1.0)).astype(
+        np.float32, copy=False
+    )
     return np.rint(x / scale), scale
 
 

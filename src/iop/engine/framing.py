@@ -1,6 +1,7 @@
 """Messages between the engine and its ranks over a socket pair: a JSON head, perhaps followed by raw bytes.
 
-Both ends are ours, so the format is plain; sizes are still checked, so that a broken rank cannot make the engine allocate.
+Both ends are ours, so the format is plain; sizes are still checked, so that a broken rank cannot make the engine
+allocate.
 """
 
 from __future__ import annotations

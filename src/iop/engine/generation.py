@@ -178,7 +178,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScored:
-    """Scores of the prompt's tokens, once, before the first chunk; entry 0 is None: nothing predicts the first token."""
+    """Scores of the prompt's tokens, once, before the first chunk.
+
+    Entry 0 of ``logprobs`` is None: nothing predicts the first token.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]

@@ -1,8 +1,8 @@
 """One rank's share of the transformer: whole attention heads, a slice of each feed-forward, a slice of the vocabulary.
 
-Every step computes some *items*: a run of new positions of one sequence, with the blocks that hold its earlier keys and
-values. Matrix products run over all items' rows at once; attention runs per prompt item, and at once over all items of one
-row. By the rules of ``exact`` none of this grouping shows in the result.
+Every step computes some *items*: a run of new positions of one sequence, with the blocks that hold its earlier keys
+and values. Matrix products run over all items' rows at once; attention runs per prompt item, and at once over all
+items of one row. By the rules of ``exact`` none of this grouping shows in the result.
 """
 
 from __future__ import annotations
@@ -266,7 +266,8 @@ def _mix(scores: F32, visible: NDArray[np.bool_], values: F64, value_scale: F32)
     Args:
         scores: (items, heads, rows, positions).
         visible: (items, 1, rows, positions); at least one per row.
-        values: integers (items, heads, positions, width); value_scale: the same with width 1.
+        values: integers (items, heads, positions, width).
+        value_scale: what one step of those integers is worth: (items, heads, positions, 1).
     """
     masked = np.where(visible, scores, np.float32(-np.inf))
     peak = masked.max(axis=-1, keepdims=True)

@@ -1,4 +1,5 @@
-"""Administrative steps over the runner and the ranks: each acts, then reads back, and undoes itself when it fails half-way.
+"""Administrative steps over the runner and the ranks: each acts, then reads back, and undoes itself when it fails
+half-way.
 
 One operation at a time (``_turn``). What touches blocks, gates or memory in the ranks does so between steps
 (``Runner.idle``), so no rank is ever asked to compute with something that is being taken away.
@@ -69,8 +70,6 @@ class Operations:
         self.released: set[ResourceKind] = set()
         self.unsettled_update = ""
 
-    # --- reading back
-
     async def read_back(self) -> tuple[RankState, ...]:
         """Every rank's own state; see ``Engine.read_back``."""
         answers = await self._ranks.call("state")
@@ -105,8 +104,6 @@ class Operations:
         if self._runner.scheduler.can_run:
             return 0
         return sum(1 for live in self._runner.live.values() if live.has_started)
-
-    # --- pause and resume (AD-41, AD-42)
 
     async def pause(
         self,
@@ -226,8 +223,6 @@ class Operations:
             runner.wake()
             return states
 
-    # --- caches (AD-40)
-
     async def flush(
         self, *, kinds: Collection[CacheKind], busy: BusyPolicy, wait_timeout_s: float
     ) -> FlushReport:
@@ -300,8 +295,6 @@ class Operations:
             outcome, reason = CacheOutcome.REFUSED, refusal
         return RankFlush(rank=state.rank, kind=CacheKind.PREFIX, outcome=outcome, reason=reason)
 
-    # --- memory (AD-43, AD-44)
-
     async def release(
         self, *, kinds: Collection[ResourceKind], retention: WeightRetention | None
     ) -> ReleaseReport:
@@ -363,8 +356,6 @@ class Operations:
             raise InvalidRequest("`kinds` must name at least one resource.", details={"field": "kinds"})
         if ResourceKind.GRAPHS in kinds:
             raise Unsupported("This engine captures no graphs.", reason="RESOURCE_UNSUPPORTED")
-
-    # --- capacity (AD-47)
 
     async def set_slots(self, slots: int) -> SlotsReport:
         """See ``Engine.set_slots``."""

@@ -1,4 +1,7 @@
-"""One sequence's output: whole characters only, stop strings found across tokens, nothing sent that must be taken back."""
+"""One sequence's output.
+
+Only whole characters leave it, stop strings are found across tokens, and nothing is sent that must be taken back.
+"""
 
 from __future__ import annotations
 

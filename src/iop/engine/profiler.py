@@ -129,10 +129,10 @@ class Profiler:
         self._end(recording)
         files: list[ArtifactFile] = []
         for rank, answer in enumerate(await self._ranks.answers(recording.answers)):
-            for entry in answer["files"]:
-                files.append(
-                    _artifact(rank, ProfilerKind(entry["kind"]), Path(entry["path"]), entry["media_type"])
-                )
+            files.extend(
+                _artifact(rank, ProfilerKind(entry["kind"]), Path(entry["path"]), entry["media_type"])
+                for entry in answer["files"]
+            )
         if ProfilerKind.SCHEDULER in recording.kinds:
             path = recording.folder / "engine-scheduler.json"
             path.write_text(json.dumps(_trace(recording)))

@@ -1,4 +1,5 @@
-"""A rank process: holds a shard and its KV, computes steps, obeys administrative orders. Run as ``python -m iop.engine.rank``.
+"""A rank process: holds a shard and its KV, computes steps, obeys administrative orders. Run as ``python -m
+iop.engine.rank``.
 
 It lives exactly as long as the engine: the engine's end of the socket closing ends it, also while it waits for another
 rank, and the kernel ends it when the engine's process dies. It answers each order once, in order.
@@ -22,7 +23,7 @@ from iop.admin.enums import ProfilerKind, WeightRetention
 from iop.core.errors import IopError, PreconditionFailed
 from iop.engine.arena import Arena, resident_bytes
 from iop.engine.checkpoint import load_config
-from iop.engine.collective import EngineGone, Exchange
+from iop.engine.collective import EngineGoneError, Exchange
 from iop.engine.framing import FrameBuffer, FrameError, encode_frame
 from iop.engine.model import Shard, StepItem, kv_specs
 from iop.engine.rank_profile import RankProfile
@@ -101,7 +102,7 @@ class Rank:
         self._pause = {"mode": order["mode"], "admission": order["admission"]}
         return {}
 
-    def _on_resume(self, order: Mapping[str, Any]) -> dict[str, Any]:
+    def _on_resume(self, _: Mapping[str, Any]) -> dict[str, Any]:
         self._pause = None
         return {}
 
@@ -111,7 +112,7 @@ class Rank:
             array[:, blocks] = 0
         return {}
 
-    def _state(self, order: Mapping[str, Any]) -> dict[str, Any]:
+    def _state(self, _: Mapping[str, Any]) -> dict[str, Any]:
         live = self._store.live
         filled = 0
         if self._kv is not None:
@@ -158,7 +159,7 @@ class Rank:
         self._profile.start()
         return {}
 
-    def _stop_profile(self, order: Mapping[str, Any]) -> dict[str, Any]:
+    def _stop_profile(self, _: Mapping[str, Any]) -> dict[str, Any]:
         profile, self._profile = self._profile, None
         return {"files": [] if profile is None else profile.stop()}
 
@@ -179,7 +180,7 @@ def main() -> None:
     control.sendall(encode_frame({"ok": True}))
     try:
         _serve(rank, control)
-    except (EngineGone, FrameError, OSError):
+    except (EngineGoneError, FrameError, OSError):
         return
 
 

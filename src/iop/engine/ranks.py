@@ -71,7 +71,7 @@ class _Channel(asyncio.Protocol):
             _log.exception("rank.spoke_badly")
             self.close()
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # the protocol's signature
         self.is_lost = True
         while self._waiting:
             answer = self._waiting.popleft()
@@ -159,7 +159,8 @@ class RankGroup:
         channel = _Channel(lambda: self._on_channel_lost(rank))
         try:
             with theirs:
-                process = subprocess.Popen(
+                # Starting a process by asyncio would tie it to a child watcher; this blocks for a few milliseconds.
+                process = subprocess.Popen(  # noqa: ASYNC220, S603  # our own module, our own arguments
                     [sys.executable, "-m", "iop.engine.rank", json.dumps(argument)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """Live requests and the loop that steps them: plan, let the ranks compute, choose tokens, send events.
 
-All state changes happen on the event loop with no wait in between. ``idle`` is held during a step; whoever else holds it
-knows that the ranks compute nothing and that blocks may change hands.
+All state changes happen on the event loop with no wait in between. ``idle`` is held during a step; whoever else holds
+it knows that the ranks compute nothing and that blocks may change hands.
 """
 
 from __future__ import annotations
@@ -190,8 +190,6 @@ class Runner:
         self.on_step: Callable[[StepRecord], None] | None = None
         self._owner: dict[Sequence, tuple[Live, _Output]] = {}
 
-    # --- requests
-
     def submit(self, request: GenerationRequest) -> GenerationStream:
         """Accept a request or say why not; see ``Engine.generate``."""
         if self.failure is not None:
@@ -326,8 +324,6 @@ class Runner:
         del self.live[live.request.request_id]
         self.changed.set()
         self.wake()
-
-    # --- the loop
 
     def wake(self) -> None:
         """Look again whether there is work."""

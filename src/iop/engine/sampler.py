@@ -43,6 +43,9 @@ def choose(
 
     Args:
         logits: shape (V,); not changed.
+        sampling: the caller's wishes, validated.
+        history: what the sequence has used so far; not changed.
+        random: the sequence's own stream; one number is drawn unless greedy.
         banned: ids that must not come now.
     """
     scores = logits.astype(np.float64)

@@ -1,8 +1,9 @@
 """Continuous batching: which sequences compute what in the next step. Pure; the engine feeds it and acts on its plans.
 
 Each step runs one new position for every running sequence that is decoding and, within a budget, the next part of the
-prompts. Sequences start in order of priority and arrival, when a slot and the blocks for their prompt are there. When the
-blocks run out, the one that started last gives its own back and starts again later from its tokens, of which none is lost.
+prompts. Sequences start in order of priority and arrival, when a slot and the blocks for their prompt are there. When
+the blocks run out, the one that started last gives its own back and starts again later from its tokens, of which none
+is lost.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ class EngineSettings:
     """Everything an :class:`~iop.engine.engine.Engine` needs to know.
 
     Attributes:
-        checkpoint: directory with ``config.json``, ``tokenizer.json`` and ``model.safetensors``; None: built-in `first`.
+        checkpoint: directory with ``config.json``, ``tokenizer.json`` and ``model.safetensors``; None: the
+            built-in `first`.
         model_id: name the model is served under.
         ranks: processes that share the weights; 1, 2 or 4.
         slots: sequences computed side by side. More share one step and each gets slower.

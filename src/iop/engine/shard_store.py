@@ -1,7 +1,8 @@
 """A rank's weights over their life: loaded, staged beside each other, swapped, put back, released, restored.
 
-Three places hold at most one shard each: *live* computes, *staged* waits to be applied, *previous* waits to be put back or
-dropped. An apply or undo only moves shards between places, so what comes back is the very memory that was there before.
+Three places hold at most one shard each: *live* computes, *staged* waits to be applied, *previous* waits to be put
+back or dropped. An apply or undo only moves shards between places, so what comes back is the very memory that was
+there before.
 """
 
 from __future__ import annotations
@@ -85,8 +86,6 @@ class ShardStore:
         """Resident bytes of the shard in use."""
         return 0 if self.live.arena is None else resident_bytes(self.live.arena.name)
 
-    # --- release and restore (AD-43, AD-44)
-
     def release(self, retention: WeightRetention) -> int:
         """Unmap the shard in use; returns the bytes that the kernel says are gone. 0 when already released."""
         live = self.live
@@ -145,8 +144,6 @@ class ShardStore:
             live.host_fd = -1
         live.arena, live.retention = arena, None
         return resident_bytes(arena.name)
-
-    # --- update (AD-32)
 
     def prepare(self, update_id: str, source: Path, version: str) -> str:
         """Load new weights beside the ones in use. Returns their digest."""
@@ -228,5 +225,5 @@ class ShardStore:
 def _host_file() -> int:
     """An unlinked temporary file: host storage that is no memory of this process."""
     fd, path = tempfile.mkstemp(prefix="iop-offload-")
-    os.unlink(path)
+    Path(path).unlink()
     return fd

@@ -1,13 +1,14 @@
 """Byte-level BPE: any bytes can be encoded, and decoding the ids gives the same bytes back.
 
-Ids run in three ranges: special marks first (they name roles and ends, and stand for no bytes), then the 256 bytes, then
-one id per merge, in the order in which training found them. Text is cut into words, numbers' digits, runs of signs and
-single spaces before merging, so that a merge never crosses them.
+Ids run in three ranges: special marks first (they name roles and ends, and stand for no bytes), then the 256 bytes,
+then one id per merge, in the order in which training found them. Text is cut into words, numbers' digits, runs of
+signs and single spaces before merging, so that a merge never crosses them.
 """
 
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -131,9 +132,7 @@ class Tokenizer:
     def _merge(self, raw: bytes) -> list[int]:
         ids = [self._byte_ids[value] for value in raw]
         while len(ids) > 1:
-            ranked = [
-                (self._ranks.get(pair, -1), at) for at, pair in enumerate(zip(ids, ids[1:], strict=False))
-            ]
+            ranked = [(self._ranks.get(pair, -1), at) for at, pair in enumerate(itertools.pairwise(ids))]
             best = min((r for r in ranked if r[0] >= 0), default=None)
             if best is None:
                 break

@@ -1,7 +1,8 @@
 """Weight updates in steps: prepare beside, apply by a swap, verify by digest, commit or undo (AD-32).
 
-The steps may be given to all ranks at once or rank by rank; the version is published, and old prefixes are dropped, when
-the last rank has committed. Until then the engine does not resume, so no token comes from a mixture of shards (AD-33).
+The steps may be given to all ranks at once or rank by rank; the version is published, and old prefixes are dropped,
+when the last rank has committed. Until then the engine does not resume, so no token comes from a mixture of shards
+(AD-33).
 """
 
 from __future__ import annotations
@@ -210,8 +211,6 @@ class Updates:
     def _told(ranks: list[int], digests: list[str], version: str) -> tuple[RankWeights, ...]:
         pairs = zip(ranks, digests, strict=True)
         return tuple(RankWeights(rank=rank, digest=digest, version=version) for rank, digest in pairs)
-
-    # --- sources; these run in a thread, they read and write files
 
     def _locate(self, update_id: str, source: WeightSource) -> Path:
         if isinstance(source, DiskWeights):

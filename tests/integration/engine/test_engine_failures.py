@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_kit import answer, eventually, is_alive, request
+from engine_kit import answer, collect, eventually, is_alive, request
 
 from iop.core.errors import InvalidRequest, IopError, NotFound, Unavailable
 from iop.engine import Engine, EngineSettings, EngineState, builtin_checkpoint
@@ -30,8 +30,7 @@ async def test_a_killed_rank_fails_the_engine_closed(engine: Engine, victim: int
     os.kill(pids[victim], signal.SIGKILL)
     async with asyncio.timeout(10):
         with pytest.raises(Unavailable) as ended:
-            while True:
-                await anext(stream)
+            await collect(stream)
         why = await engine.wait_failed()
     assert ended.value.reason == "ENGINE_FAILED"
     assert str(victim) in why
@@ -73,8 +72,7 @@ async def test_closing_ends_requests_and_leaves_no_process(settings: EngineSetti
     await engine.aclose()
     assert not any(is_alive(pid) for pid in pids)
     with pytest.raises(Unavailable):
-        while True:
-            await anext(stream)
+        await collect(stream)
     with pytest.raises(Unavailable):
         engine.generate(request("b"))
 
@@ -95,7 +93,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 async def test_ranks_die_with_a_killed_parent() -> None:
-    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE)
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE)  # noqa: ASYNC220  # brief
     assert host.stdout is not None
     with host.stdout:
         pids = json.loads(host.stdout.readline())
@@ -120,7 +118,12 @@ async def test_a_missing_checkpoint_is_told_with_its_fix(
 DAMAGE = {
     "config.json": [b"", b"[]", b"{}", b'{"format": "iop-transformer-1", "width": -3}', b"\xff"],
     "tokenizer.json": [b"", b"{}", b'{"format": "iop-bpe-1", "specials": [], "merges": [[1]]}'],
-    "model.safetensors": [b"", b"12345678", (2**62).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"{}"],
+    "model.safetensors": [
+        b"",
+        b"12345678",
+        (2**62).to_bytes(8, "little") + b"{}",
+        b"\x02" + bytes(7) + b"{}",
+    ],
 }
 
 
@@ -140,7 +143,9 @@ async def test_a_damaged_checkpoint_is_refused(
     "change",
     [{"ranks": 3}, {"slots": 0}, {"kv_blocks": 10}, {"prefill_chunk_tokens": 0}, {"waiting_max": -1}],
 )
-async def test_settings_out_of_range_are_refused_by_name(settings: EngineSettings, change: dict[str, int]) -> None:
+async def test_settings_out_of_range_are_refused_by_name(
+    settings: EngineSettings, change: dict[str, int]
+) -> None:
     with pytest.raises(IopError) as refused:
         await Engine(replace(settings, **change)).start()  # type: ignore[arg-type]  # one int field at a time
     assert next(iter(change)) in refused.value.message

@@ -78,7 +78,9 @@ async def test_a_repeated_prompt_is_taken_from_the_prefix_cache(engine: Engine) 
     assert first.finished.usage.cached_prompt_tokens == 0
     cached = again.finished.usage.cached_prompt_tokens
     assert cached > 0
-    assert engine.counters().prefill_positions_computed - computed == again.finished.usage.prompt_tokens - cached
+    assert (
+        engine.counters().prefill_positions_computed - computed == again.finished.usage.prompt_tokens - cached
+    )
     assert again.tokens == first.tokens
 
 
@@ -209,7 +211,9 @@ async def test_refuses_what_cannot_be_served(engine: Engine) -> None:
 @pytest.mark.slow
 async def test_a_prompt_that_fills_the_context_still_answers(engine: Engine) -> None:
     room = engine.info.context_tokens
-    found = await answer(engine, request("full", tuple([300] * (room - 1)), stopping=Stopping(ignore_eos=True)))
+    found = await answer(
+        engine, request("full", tuple([300] * (room - 1)), stopping=Stopping(ignore_eos=True))
+    )
     assert found.finished.reason is FinishReason.LENGTH
     assert len(found.tokens) == 1
 

@@ -34,6 +34,7 @@ from iop.core.errors import (
     Unsupported,
 )
 from iop.engine import (
+    ArtifactFile,
     DiskWeights,
     Engine,
     EngineSettings,
@@ -330,9 +331,7 @@ async def test_undo_puts_the_old_weights_back_exactly(engine: Engine) -> None:
     before = await engine.read_back()
     await engine.prepare_weights("u", source=DiskWeights(path=builtin_checkpoint("second")), version="v2")
     with pytest.raises(Conflict):
-        await engine.prepare_weights(
-            "w", source=DiskWeights(path=builtin_checkpoint("second")), version="v3"
-        )
+        await engine.prepare_weights("w", source=DiskWeights(path=builtin_checkpoint("second")), version="v3")
     await engine.pause(mode=PauseMode.DRAIN, admission=QUEUE)
     await engine.apply_weights("u", ranks=[1])
     await engine.undo_weights("u", ranks=[0])
@@ -397,14 +396,15 @@ async def test_unsuitable_sources_are_refused_and_nothing_changes(engine: Engine
     partial.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     norm = np.zeros(128, "<f4")
     norm[0] = np.nan
-    unsound = InlineTensor(
-        name="norm.weight", dtype=TensorDtype.FLOAT32, shape=(128,), data=norm.tobytes()
-    )
+    unsound = InlineTensor(name="norm.weight", dtype=TensorDtype.FLOAT32, shape=(128,), data=norm.tobytes())
     cases = (
         (DiskWeights(path=tmp_path / "absent"), NotFound),
         (DiskWeights(path=damaged), InvalidRequest),
         (DiskWeights(path=partial), InvalidRequest),
-        (DiskWeights(path=builtin_checkpoint("second"), sha256={"model.safetensors": "00" * 32}), InvalidRequest),
+        (
+            DiskWeights(path=builtin_checkpoint("second"), sha256={"model.safetensors": "00" * 32}),
+            InvalidRequest,
+        ),
         (DiskWeights(path=builtin_checkpoint("second"), sha256={"../x": "00" * 32}), InvalidRequest),
         (InlineWeights(tensors=()), InvalidRequest),
         (InlineWeights(tensors=(replace(unsound, shape=(64,)),)), InvalidRequest),
@@ -417,6 +417,10 @@ async def test_unsuitable_sources_are_refused_and_nothing_changes(engine: Engine
     await engine.pause(mode=PauseMode.DRAIN, admission=QUEUE)
     await engine.resume()
     assert await engine.read_back() == before
+
+
+def read(file: ArtifactFile) -> bytes:
+    return Path(file.path).read_bytes()
 
 
 @pytest.mark.clause("AD-46")
@@ -438,7 +442,7 @@ async def test_profiles_leave_files_whose_digests_are_told(engine: Engine) -> No
         (1, ProfilerKind.MEMORY),
     ]
     for file in files:
-        content = Path(file.path).read_bytes()
+        content = read(file)
         assert (len(content), hashlib.sha256(content).hexdigest()) == (file.size_bytes, file.sha256)
     with pytest.raises(NotFound):
         await engine.stop_profile("unknown")
@@ -451,7 +455,7 @@ async def test_a_step_bound_ends_the_recording(engine: Engine) -> None:
     await engine.start_profile("p", kinds=[ProfilerKind.SCHEDULER, ProfilerKind.CPU], max_steps=3)
     await answer(engine, request("a", max_tokens=10))
     files = await engine.stop_profile("p")
-    trace = json.loads(Path(next(file.path for file in files if file.rank == -1)).read_text())
+    trace = json.loads(read(next(file for file in files if file.rank == -1)))
     assert len(trace["traceEvents"]) == 3
 
 

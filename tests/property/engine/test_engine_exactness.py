@@ -58,7 +58,9 @@ class LocalRanks:
             self._pool.submit(
                 shard.run, items, weights, kv, lambda part, rank=rank: self._sum(rank, part), logits
             )
-            for rank, (shard, weights, kv) in enumerate(zip(self._shards, self._weights, self._kv, strict=True))
+            for rank, (shard, weights, kv) in enumerate(
+                zip(self._shards, self._weights, self._kv, strict=True)
+            )
         ]
         rows = {run.result(60) for run in runs}
         assert len(rows) == 1
@@ -142,7 +144,9 @@ def test_logits_have_the_same_bits_in_any_batch_chunking_and_rank_count(
 
 
 @pytest.mark.slow
-def test_positions_beyond_the_window_are_the_same_by_steps_and_by_chunks(engines: dict[int, LocalRanks]) -> None:
+def test_positions_beyond_the_window_are_the_same_by_steps_and_by_chunks(
+    engines: dict[int, LocalRanks],
+) -> None:
     rng = np.random.default_rng(3)
     tokens = [int(one) for one in rng.integers(0, CONFIG.vocabulary, CONFIG.window_tokens + 40)]
     blocks = [int(one) for one in rng.permutation(BLOCKS)[: -(-len(tokens) // BLOCK)]]

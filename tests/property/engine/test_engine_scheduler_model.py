@@ -32,9 +32,7 @@ class SchedulerModel(RuleBasedStateMachine):
     )
     def add(self, prompt: list[int], output: int, priority: int) -> None:
         self.arrivals += 1
-        sequence = Sequence(
-            order=(priority, self.arrivals), tokens=list(prompt), prompt_tokens=len(prompt)
-        )
+        sequence = Sequence(order=(priority, self.arrivals), tokens=list(prompt), prompt_tokens=len(prompt))
         self.live.append((sequence, min(len(prompt) + output, LENGTH_MAX)))
         self.scheduler.add(sequence)
 

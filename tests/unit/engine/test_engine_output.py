@@ -14,7 +14,9 @@ TOKENIZER = Tokenizer.load(builtin_checkpoint("first") / "tokenizer.json")
 EOS = TOKENIZER.specials["<|end|>"]
 
 
-def feed(tokens: list[int], stopping: Stopping, *, tokens_max: int = 1000) -> tuple[list[str], Ending | None, int]:
+def feed(
+    tokens: list[int], stopping: Stopping, *, tokens_max: int = 1000
+) -> tuple[list[str], Ending | None, int]:
     output = OutputText(TOKENIZER, stopping, eos_token_id=EOS, tokens_max=tokens_max)
     texts: list[str] = []
     for token in tokens:
@@ -77,7 +79,9 @@ def test_ignored_end_mark_does_not_end() -> None:
 
 
 def test_below_min_tokens_endings_are_banned() -> None:
-    output = OutputText(TOKENIZER, Stopping(min_tokens=1, stop_token_ids=(7,)), eos_token_id=EOS, tokens_max=9)
+    output = OutputText(
+        TOKENIZER, Stopping(min_tokens=1, stop_token_ids=(7,)), eos_token_id=EOS, tokens_max=9
+    )
     assert set(output.banned()) == {EOS, 7}
     output.push(300)
     assert output.banned() == ()

@@ -14,7 +14,9 @@ from iop.engine.tokenizer import Tokenizer
 LOGITS: F32 = np.array([0.0, 3.0, 2.0, 1.0, 2.9, -5.0], dtype=np.float32)
 
 
-def draws(sampling: Sampling, *, count: int = 300, logits: F32 = LOGITS, prompt: tuple[int, ...] = ()) -> set[int]:
+def draws(
+    sampling: Sampling, *, count: int = 300, logits: F32 = LOGITS, prompt: tuple[int, ...] = ()
+) -> set[int]:
     random = random_stream(1, 0)
     return {choose(logits, sampling, TokenHistory(prompt), random) for _ in range(count)}
 
