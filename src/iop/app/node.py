@@ -25,7 +25,7 @@ from iop.wire.handshake import PROTOCOL_VERSION_MAX
 
 __all__ = ["node_role"]
 
-READY_POLL_S: Final = 0.02
+READY_POLL_S: Final = 0.05
 """How late the first readiness may be told; it is told once."""
 
 
@@ -83,7 +83,7 @@ def _make_node(config: NodeConfig) -> Node:
 
 async def _announce_when_ready(node: Node, process: Process) -> None:
     """Tell the process's watchers once, when the Edge has acknowledged readiness."""
-    while node.state is not LinkState.READY:
+    while node.state is not LinkState.READY:  # noqa: ASYNC110  (asked a few times, at start-up only)
         await asyncio.sleep(READY_POLL_S)
     process.announce({"node": True, "pid": os.getpid()})
 

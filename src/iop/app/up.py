@@ -2,7 +2,7 @@
 
 The parts start in the order engine, Edge, Node, each when the one before serves, since port 0 makes addresses known
 only then. They stop the other way about: the Edge first, so that running streams can finish; or all at once when one
-of them ended by itself. Whatever happens to the parent, no part outlives it (see ``iop.app.process``, ``iop.app.part``).
+of them ended by itself. Whatever happens to the parent, no part outlives it: see ``iop.app.process``.
 """
 
 from __future__ import annotations

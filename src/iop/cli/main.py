@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from iop import __version__
+from iop.cli import process_commands, status_command
 from iop.cli.admin_commands import admin_app
 from iop.cli.config_commands import config_app
 from iop.cli.output import notes, print_error
@@ -29,6 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+process_commands.register(app)
+status_command.register(app)
 app.add_typer(config_app, name="config")
 app.add_typer(admin_app, name="admin")
 

@@ -240,11 +240,11 @@ def _check_adapter(adapter: Adapter, key: str, note: Note) -> None:
                     "is no path",
                     "Begin it with / and leave out spaces",
                 )
-    elif profile not in {"openai", "openai_anthropic"}:
+    elif profile != "openai":
         note(
             f"{key}.profile",
             f"{profile!r} is no profile",
-            "Known: openai, openai_anthropic; or write one out",
+            "Known: openai; or write one out",
         )
 
 

@@ -1,0 +1,123 @@
+"""``iop status`` and ``iop explain``: what the ops listener tells, for people and programs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from iop.cli.output import data, print_json, print_rows
+from iop.cli.targets import find_endpoint
+
+__all__ = ["register"]
+
+Target: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--target", metavar="HOST:PORT", help="The ops listener; else the one that runs here."),
+]
+Token: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--token", metavar="REF", help="file:PATH, env:NAME, none, or viewer|operator|admin."),
+]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the tree."""
+    app.command("status")(status)
+    app.command("explain")(explain)
+
+
+def _client(target: str | None, token: str | None) -> Any:
+    from iop.client.ops import OpsClient, OpsTarget
+
+    endpoint = find_endpoint("ops", target=target, token=token, role="viewer")
+    return OpsClient(OpsTarget(address=endpoint.address, token=endpoint.token))
+
+
+def status(
+    leases: Annotated[
+        bool, typer.Option("--leases", help="List every occupied unit of capacity too.")
+    ] = False,
+    as_json: Json = False,
+    target: Target = None,
+    token: Token = None,
+) -> None:
+    """The fleet: Nodes and their providers, models and their queues.
+
+    Example: iop status --leases
+    """
+    shown = _client(target, token).status(with_leases=leases)
+    if as_json:
+        print_json(shown)
+        return
+    data.print(f"config revision {shown['config_revision']}\n")
+    print_rows(
+        ("node", "step", "provider", "status", "health", "in flight", "queued", "weights", "gates", "why"),
+        _provider_rows(shown["nodes"]),
+        empty="no nodes are configured",
+    )
+    data.print()
+    print_rows(
+        ("model", "providers", "waiting", "paused"),
+        (
+            (
+                model["id"],
+                ", ".join(str(provider) for provider in model["providers"]),
+                f"{model['queue_depth']}/{model['queue_max']}",
+                "yes" if model["paused"] else "no",
+            )
+            for model in shown["models"]
+        ),
+        empty="no models are configured",
+    )
+    if leases:
+        data.print()
+        print_rows(
+            ("lease", "node", "provider", "kind", "request", "since"),
+            (
+                tuple(str(lease[key]) for key in ("id", "node", "provider", "kind", "request_id", "since"))
+                for lease in shown["leases"]
+            ),
+            empty="no leases: nothing is running",
+        )
+
+
+def _provider_rows(nodes: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(node["id"]),
+            str(node["step"]),
+            str(provider.get("id", "")),
+            str(provider.get("status", "")),
+            str(provider.get("health", "")),
+            f"{provider.get('in_flight', 0)}/{provider.get('capacity', 0)}",
+            str(provider.get("queued", 0)),
+            str(provider.get("weight_version") or ""),
+            ", ".join(str(gate) for gate in provider.get("gates") or []),
+            str(provider.get("reason") or node.get("reason") or ""),
+        )
+        for node in nodes
+        for provider in node["providers"] or [{}]
+    ]
+
+
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The x-request-id of a recent answer.")],
+    as_json: Json = False,
+    target: Target = None,
+    token: Token = None,
+) -> None:
+    """Why a recent request went where it went: candidates, choice, waiting, outcome.
+
+    Example: iop explain req-7
+    """
+    shown = _client(target, token).explain(request_id)
+    if as_json:
+        print_json(shown)
+        return
+    data.print(f"{shown['request_id']}: {shown['model']}, {shown['outcome']}")
+    data.print(f"  provider {shown['provider']}, waited {shown['queue_ms']} ms, attempts {shown['attempts']}")
+    for candidate in shown["candidates"]:
+        sign = "+" if candidate["eligible"] else "-"
+        data.print(f"  {sign} {candidate['provider']}: {candidate['why']}")

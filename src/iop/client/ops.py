@@ -1,0 +1,77 @@
+"""A small client for the ops listener: health, fleet status, explanations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import httpx2
+
+from iop.core.errors import (
+    IopError,
+    NotFound,
+    PermissionDenied,
+    RemoteProtocolError,
+    Unauthenticated,
+    Unavailable,
+)
+
+__all__ = ["OpsClient", "OpsTarget"]
+
+_BY_STATUS: Final[dict[int, type[IopError]]] = {401: Unauthenticated, 403: PermissionDenied, 404: NotFound}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpsTarget:
+    """Which listener, and with which viewer token; None sends none."""
+
+    address: str
+    token: str | None = field(default=None, repr=False)
+    timeout_s: float = 10.0
+
+
+class OpsClient:
+    """Asks one ops listener. Each call is one request on a connection of its own."""
+
+    def __init__(self, target: OpsTarget) -> None:
+        self._target = target
+
+    def status(self, *, with_leases: bool = False) -> dict[str, Any]:
+        """The fleet. Raises what the answer's status means, Unavailable when nobody answers."""
+        return self._get("/status", {"leases": "true"} if with_leases else {})
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """One recent request. Raises NotFound."""
+        return self._get(f"/explain/{request_id}", {})
+
+    def _get(self, path: str, query: dict[str, str]) -> dict[str, Any]:
+        target = self._target
+        headers = {"authorization": f"Bearer {target.token}"} if target.token else {}
+        try:
+            # An ambient proxy must not see tokens that belong on loopback.
+            with httpx2.Client(timeout=target.timeout_s, trust_env=False) as client:
+                answer = client.get(f"http://{target.address}{path}", params=query, headers=headers)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise Unavailable(
+                f"Nobody answers at {target.address}. Is the Edge running? Start one with: iop up",
+                reason="UNREACHABLE",
+                details={"address": target.address},
+            ) from error
+        try:
+            body = answer.json()
+        except ValueError as error:
+            raise RemoteProtocolError(
+                f"{target.address} is no ops listener: it did not answer JSON."
+            ) from error
+        if answer.status_code != 200 or not isinstance(body, dict):
+            raise _error_of(answer.status_code, body)
+        return body
+
+
+def _error_of(status: int, body: object) -> IopError:
+    """The typed error behind a refusal."""
+    inner = body.get("error", {}) if isinstance(body, dict) else {}
+    message = inner.get("message") if isinstance(inner, dict) else None
+    reason = inner.get("code") or inner.get("reason") if isinstance(inner, dict) else None
+    kind = _BY_STATUS.get(status, Unavailable)
+    return kind(str(message or f"the ops listener answered {status}"), reason=str(reason) if reason else None)
