@@ -1,0 +1,1 @@
+"""The durable journal: SQLite by default, PostgreSQL by URL, one code path, migrations by Alembic."""

@@ -1,0 +1,1 @@
+"""Forward-only schema migrations, run by Alembic when a store is opened."""
