@@ -97,7 +97,7 @@ ONEOF_MEMBERS: Final[Mapping[type, str]] = MappingProxyType(
 
 LOCAL_FIELDS: Final[Mapping[type, frozenset[str]]] = MappingProxyType(
     {
-        ParticipantInfo: frozenset({"aliases", "instance"}),
+        ParticipantInfo: frozenset({"aliases", "instance", "startup_source"}),
         # The profile's own sums leave these out; each participant tells its own.
         Capabilities: frozenset(
             {"weight_formats", "capacity_max", "data_parallel_size_max", "holds_previous_weights"}
@@ -153,9 +153,10 @@ class RecordCodec:
             _encode_serving_change(record, message)
             return message
         known = message.DESCRIPTOR.fields_by_name
+        local = LOCAL_FIELDS.get(type(record), frozenset())
         for field in _fields_of(typing.cast("Any", type(record))):
             value = getattr(record, field.name)
-            if value is None:
+            if value is None or (field.name in local and field.name not in known):
                 continue
             if field.shape is _Shape.UNION:
                 holder = getattr(message, field.name) if field.name in known else message
@@ -177,7 +178,7 @@ class RecordCodec:
     def _encode_unnamed(self, field: _Field, value: object, record: object, message: Message) -> None:
         if field.shape is _Shape.RECORD:
             self.encode(value, message)
-        elif field.name not in LOCAL_FIELDS.get(type(record), frozenset()):
+        else:
             raise TypeError(
                 f"{message.DESCRIPTOR.name} has no field for {type(record).__name__}.{field.name}"
             )
@@ -207,8 +208,11 @@ class RecordCodec:
         if record_type is ServingChange:
             return typing.cast("Record", self._decode_serving_change(message, path))
         known = message.DESCRIPTOR.fields_by_name
+        local = LOCAL_FIELDS.get(record_type, frozenset())
         values: dict[str, Any] = {}
         for field in _fields_of(typing.cast("Any", record_type)):
+            if field.name in local and field.name not in known:
+                continue
             where = f"{path}{field.name}"
             if field.shape is _Shape.UNION:
                 values[field.name] = self._decode_union(field, message, where)
