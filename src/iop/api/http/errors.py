@@ -14,7 +14,16 @@ from typing import Any, Final
 import orjson
 
 from iop.api.http.head import HeaderList
-from iop.core.errors import IopError
+from iop.core.errors import (
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    IopError,
+    Overloaded,
+    Unavailable,
+    Unsupported,
+)
+from iop.wire.messages import StreamError
 
 __all__ = [
     "STATUS_BY_REASON",
@@ -23,6 +32,7 @@ __all__ = [
     "error_code",
     "error_event",
     "error_headers",
+    "error_of_stream",
     "error_status",
 ]
 
@@ -54,6 +64,9 @@ STATUS_BY_REASON: Final[Mapping[str, int]] = {
     "METHOD_UNKNOWN": 501,
     "HTTP_VERSION": 505,
     "OPERATION_NOT_SUPPORTED": 404,
+    "LONG_CONTEXT_NOT_SUPPORTED": 400,
+    "BUSY": 503,
+    "CANCELLED": 503,
     "UNSUPPORTED_ENCODING": 502,
     "EVENT_TOO_LARGE": 502,
     "UPSTREAM_ERROR": 502,
@@ -75,6 +88,39 @@ _ANTHROPIC_TYPES: Final = {
 }
 
 _OPENAI_TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+_STREAM_ERRORS: Final[Mapping[str, tuple[type[IopError], str]]] = {
+    "busy": (Overloaded, "The provider is busy. Try again."),
+    "connect_failed": (Unavailable, "The provider cannot be reached."),
+    "upstream_error": (Unavailable, "The provider failed before its answer was whole."),
+    "upstream_truncated": (Unavailable, "The provider's answer ended before it was whole."),
+    "timeout": (DeadlineExceeded, "The provider did not answer in time."),
+    "node_lost": (Unavailable, "The provider was lost while it answered."),
+    "node_shutdown": (Unavailable, "The provider is shutting down."),
+    "edge_shutdown": (Draining, "The gateway is shutting down."),
+    "aborted_by_admin": (Unavailable, "An operator ended the request."),
+    "cancelled": (Unavailable, "The request was called off."),
+    "unknown_operation": (Unsupported, "The provider does not offer this operation."),
+    "invalid_request": (InvalidRequest, "The provider cannot be sent this request."),
+    "queue_full": (Overloaded, "The model's queue is full."),
+    "queue_timeout": (Overloaded, "No provider of the model became free in time."),
+    "no_capacity": (Unavailable, "No provider of the model is available."),
+    "paused": (Draining, "The model is paused."),
+}
+"""What callers read where a stream ended badly. A Node's own words stay inside: they may name addresses
+(EN-04).
+"""
+
+_RETRY_SOON_S: Final = 1.0
+
+
+def error_of_stream(error: StreamError) -> IopError:
+    """The error that a caller gets for one on the wire."""
+    code = error.code.lower()
+    kind, message = _STREAM_ERRORS.get(code, (Unavailable, "The provider failed."))
+    after = _RETRY_SOON_S if kind in (Unavailable, Overloaded, Draining) else None
+    return kind(message, reason=code if code in _STREAM_ERRORS else "upstream_error", retry_after_s=after)
 
 
 def error_status(error: IopError) -> int:

@@ -69,6 +69,7 @@ class Exchange:
         "_chunked",
         "_connection",
         "_on_deadline",
+        "_on_done",
         "_on_gone",
         "_on_writable",
         "_remaining",
@@ -104,6 +105,7 @@ class Exchange:
         self._silent = False
         self._remaining: int | None = None
         self._on_deadline: Callable[[], None] | None = None
+        self._on_done: Callable[[], None] | None = None
         self._on_gone: Callable[[], None] | None = None
         self._on_writable: Callable[[], None] | None = None
 
@@ -147,6 +149,10 @@ class Exchange:
         """
         self._on_gone = on_gone
         self._on_writable = on_writable
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` exactly once when the exchange is over: answered, cut or abandoned."""
+        self._on_done = callback
 
     @property
     def is_bound(self) -> bool:
@@ -272,8 +278,11 @@ class Exchange:
         self.release_body()
         callback, self._on_gone = self._on_gone, None
         self._on_writable = self._on_deadline = None
-        if callback is not None and not self.is_ended:
-            callback()
+        try:
+            if callback is not None and not self.is_ended:
+                callback()
+        finally:
+            self._tell_done()
 
     def caller_slow(self) -> None:
         """The connection's write buffer is full."""
@@ -294,7 +303,13 @@ class Exchange:
     def _finish(self, *, cut: bool) -> None:
         self.release_body()
         self._on_gone = self._on_writable = self._on_deadline = None
+        self._tell_done()
         self._connection.exchange_ended(self, cut=cut)
+
+    def _tell_done(self) -> None:
+        callback, self._on_done = self._on_done, None
+        if callback is not None:
+            callback()
 
     def _head_lines(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
         connection = self._connection

@@ -8,7 +8,7 @@ from typing import Final
 
 from iop.api.http.head import HeaderList, RequestHead
 
-__all__ = ["provider_headers", "request_headers", "request_id_of"]
+__all__ = ["accepts_coding", "provider_headers", "request_headers", "request_id_of"]
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 """Ids that callers may bring: visible ASCII, short enough for every log line and table."""
@@ -68,12 +68,12 @@ def request_id_of(head: RequestHead) -> str | None:
     return value.decode("ascii")
 
 
-def request_headers(head: RequestHead, *, request_id: str) -> HeaderList:
+def request_headers(head: RequestHead, *, request_id: str, is_stream: bool) -> HeaderList:
     """The caller's headers that may reach a provider, with our request id.
 
     Hop-by-hop fields and those that ``Connection`` names stop here, and so do the caller's credentials,
-    cookies and ``x-iop-*``. The rest passes, ``Accept-Encoding`` too: the provider's bytes are never
-    altered, so it may only use what the caller can read; a caller that named nothing gets ``identity``
+    cookies and ``x-iop-*``. The rest passes, ``Accept-Encoding`` too, for the provider's bytes are never
+    altered; only where the caller named none, and on streams, whose events are watched, ``identity`` is
     asked for (P-05).
     """
     named = _named_by_connection(head.headers)
@@ -83,6 +83,8 @@ def request_headers(head: RequestHead, *, request_id: str) -> HeaderList:
         if name in _NEVER_TO_PROVIDER or name in named or name.startswith(_OURS):
             continue
         if name == b"accept-encoding":
+            if is_stream:
+                continue
             has_encoding = True
         headers.append((name, value))
     if not has_encoding:
@@ -110,3 +112,18 @@ def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[by
     # No one may have the framing of the body or its type dropped by naming it.
     named -= {b"content-type", b"content-encoding", b""}
     return frozenset(named)
+
+
+def accepts_coding(head: RequestHead, coding: bytes) -> bool:
+    """Whether the caller's ``Accept-Encoding`` names ``coding`` and does not refuse it."""
+    wildcard = False
+    for value in head.get_all(b"accept-encoding"):
+        for item in value.lower().split(b","):
+            name, _, parameters = item.partition(b";")
+            name = name.strip()
+            is_wanted = parameters.replace(b" ", b"") not in (b"q=0", b"q=0.0", b"q=0.00", b"q=0.000")
+            if name == coding or name == b"x-" + coding:
+                return is_wanted
+            if name == b"*":
+                wildcard = is_wanted
+    return wildcard

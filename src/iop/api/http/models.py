@@ -1,0 +1,86 @@
+"""``GET /v1/models``: what callers may ask for, in a shape that both official clients read (SF-01, SF-02)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import unquote
+
+from iop.core.errors import NotFound
+from iop.edge.calls import Route
+from iop.edge.snapshot import EdgeSnapshot, ModelSpec
+
+__all__ = ["list_models", "model_entry"]
+
+MayUse = Callable[..., bool]
+"""Whether a caller may use a model of one of these names."""
+
+_TUNNEL_OPERATIONS = (
+    "chat_completions",
+    "completions",
+    "embeddings",
+    "responses",
+    "messages",
+    "count_tokens",
+)
+
+
+def list_models(snapshot: EdgeSnapshot, *, may_use: MayUse) -> dict[str, Any]:
+    """All models that the caller may use."""
+    entries = [
+        _entry(snapshot, model) for model in snapshot.models.values() if may_use(model.id, *model.aliases)
+    ]
+    return {
+        "object": "list",
+        "data": entries,
+        "has_more": False,
+        "first_id": entries[0]["id"] if entries else None,
+        "last_id": entries[-1]["id"] if entries else None,
+    }
+
+
+def model_entry(snapshot: EdgeSnapshot, name: bytes, *, may_use: MayUse) -> dict[str, Any]:
+    """One model by its id or alias, as it stands in the path.
+
+    Raises:
+        NotFound: no such model, or one that the caller may not know of.
+    """
+    wanted = unquote(name.decode("ascii", "replace"))
+    model = snapshot.find_model(wanted)
+    if model is None or not may_use(model.id, *model.aliases):
+        raise NotFound(
+            f"The model `{wanted[:200]}` is not served here; `GET /v1/models` lists what is.",
+            reason="model_not_found",
+            details={"field": "model"},
+        )
+    return _entry(snapshot, model)
+
+
+def _entry(snapshot: EdgeSnapshot, model: ModelSpec) -> dict[str, Any]:
+    created = model.created_unix_s
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": created,
+        "owned_by": "iop",
+        "type": "model",
+        "display_name": model.id,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "iop": {
+            "aliases": list(model.aliases),
+            "operations": _operations(snapshot, model),
+            "long_context_tokens": model.long_context_tokens,
+        },
+    }
+
+
+def _operations(snapshot: EdgeSnapshot, model: ModelSpec) -> list[str]:
+    """What at least one member of the pool is configured to serve by tunnel."""
+    offered: set[str] = set()
+    for member in model.members:
+        adapter = snapshot.find_adapter(member.key)
+        if adapter is None or not adapter.enabled or adapter.route is not Route.TUNNEL:
+            continue
+        offered.update(_TUNNEL_OPERATIONS if adapter.operations is None else adapter.operations)
+    return sorted(offered.intersection(_TUNNEL_OPERATIONS))

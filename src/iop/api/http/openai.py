@@ -1,0 +1,360 @@
+"""The Edge's public HTTP surface: OpenAI and Anthropic routes over the pools (SF-01 to SF-16).
+
+A request is admitted by its head (path, key, limits), read whole, and described once for dispatch. The
+concrete call is built when a provider was chosen: its target's name goes where the caller's model name
+stood, nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
+
+import orjson
+
+from iop.api.http.errors import Dialect, error_body, error_code, error_headers, error_status
+from iop.api.http.estimate import estimate_tokens, prompt_bytes
+from iop.api.http.exchange import Exchange
+from iop.api.http.head import HeaderList
+from iop.api.http.headers import request_headers, request_id_of
+from iop.api.http.keys import ApiKeys, Caller
+from iop.api.http.limits import ByteBudget, HttpLimits
+from iop.api.http.models import list_models, model_entry
+from iop.api.http.relay import CountRelay, Relay
+from iop.api.http.routing import Routes
+from iop.api.http.splice import RequestFields, read_fields
+from iop.core.clock import Clock
+from iop.core.errors import InvalidRequest, IopError, NotFound, Unsupported
+from iop.core.ids import RequestId
+from iop.edge.calls import DispatchRequest, PrepareCall, Route, ServedTarget, TunnelCall
+from iop.edge.dispatch import DispatchHandle
+from iop.edge.snapshot import EdgeSnapshot
+
+__all__ = ["DispatchPort", "EdgeHttp"]
+
+PRIORITY_DIGITS_MAX: Final = 4
+"""Longest ``x-iop-priority``; the dispatcher clamps it anyway."""
+
+SESSION_BYTES_MAX: Final = 128
+"""Longest ``x-iop-session``; each is remembered for a while."""
+
+
+class DispatchPort(Protocol):
+    """What this surface asks of dispatch; ``iop.edge.dispatch.Dispatcher`` implements it."""
+
+    async def dispatch(self, request: DispatchRequest, prepare: PrepareCall) -> DispatchHandle:
+        """Wait for a lease and open the stream under it."""
+        ...
+
+    def record_rejection(self, request_id: RequestId, model: str, reason: str, *, caller: str = "") -> None:
+        """Record a request that never came to dispatch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """One generating route."""
+
+    name: str
+    path: str
+    dialect: Dialect
+
+
+_OPERATIONS: Final = (
+    _Operation(name="chat_completions", path="/v1/chat/completions", dialect=Dialect.CHAT),
+    _Operation(name="completions", path="/v1/completions", dialect=Dialect.COMPLETIONS),
+    _Operation(name="embeddings", path="/v1/embeddings", dialect=Dialect.PLAIN),
+    _Operation(name="responses", path="/v1/responses", dialect=Dialect.RESPONSES),
+    _Operation(name="messages", path="/v1/messages", dialect=Dialect.MESSAGES),
+    _Operation(name="count_tokens", path="/v1/messages/count_tokens", dialect=Dialect.MESSAGES),
+)
+
+
+class _Visit:
+    """What is known of one request while it is answered."""
+
+    __slots__ = ("caller", "is_dispatched", "model", "operation", "request_id", "rest")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.operation: _Operation | None = None
+        self.caller: Caller | None = None
+        self.model = ""
+        self.is_dispatched = False
+        self.rest = b""
+
+    @property
+    def dialect(self) -> Dialect:
+        """In whose words errors are told."""
+        return Dialect.CHAT if self.operation is None else self.operation.dialect
+
+
+class EdgeHttp:
+    """Handler of the public listener.
+
+    Args:
+        dispatch: who finds providers and opens streams.
+        find_snapshot: the running configuration.
+        find_keys: the running configuration's API keys.
+        limits: what callers may cost.
+        clock: for times that are shown.
+        make_id: makes request ids.
+
+    Attributes:
+        answered: answers by operation and status.
+        refused: answers that IOP itself made, by reason.
+    """
+
+    def __init__(
+        self,
+        dispatch: DispatchPort,
+        *,
+        find_snapshot: Callable[[], EdgeSnapshot],
+        find_keys: Callable[[], ApiKeys],
+        limits: HttpLimits,
+        clock: Clock,
+        make_id: Callable[[], str],
+    ) -> None:
+        self._dispatch = dispatch
+        self._find_snapshot = find_snapshot
+        self._find_keys = find_keys
+        self._limits = limits
+        self._clock = clock
+        self._make_id = make_id
+        self._budget = ByteBudget(limits.buffered_bytes)
+        self.answered: Counter[tuple[str, int]] = Counter()
+        self.refused: Counter[str] = Counter()
+        self._routes: Routes[_Operation | Callable[[Exchange, _Visit], None]] = Routes(
+            {
+                (b"GET", b"/v1/models"): self._list_models,
+                **{(b"POST", operation.path.encode("ascii")): operation for operation in _OPERATIONS},
+            },
+            prefix=(b"/v1/models/", self._one_model),
+        )
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Request bytes held now (SF-12)."""
+        return self._budget.held_bytes
+
+    # ---- HttpHandler ----
+
+    def on_head(self, exchange: Exchange) -> None:
+        """Admit or refuse by the head alone, before any body is read."""
+        head = exchange.head
+        visit = _Visit(request_id_of(head) or self._make_id())
+        exchange.data = (None, visit)
+        try:
+            route, visit.rest = self._routes.find(head.method, head.path)
+            if isinstance(route, _Operation):
+                visit.operation = route
+            exchange.data = (route, visit)
+            keys = self._find_keys()
+            caller = keys.identify(head)
+            caller.enter(keys.now())
+        except IopError as error:
+            self.on_error(exchange, error)
+            return
+        visit.caller = caller
+        exchange.when_done(caller.leave)
+        exchange.accept_body(limit_bytes=self._limits.body_bytes, budgets=(self._budget, caller.budget))
+
+    def on_request(self, exchange: Exchange, body: Sequence[bytes]) -> None:
+        """Describe the request and dispatch it."""
+        route, visit = exchange.data
+        if not isinstance(route, _Operation):
+            route(exchange, visit)
+            return
+        fields = read_fields(body[0] if len(body) == 1 else b"".join(body), depth_max=self._limits.json_depth)
+        visit.model = fields.model
+        snapshot = self._find_snapshot()
+        model = snapshot.find_model(fields.model)
+        if model is None:
+            raise NotFound(
+                f"The model `{fields.model[:200]}` is not served here; `GET /v1/models` lists what is.",
+                reason="model_not_found",
+                details={"field": "model"},
+            )
+        visit.caller.check_model(fields.model, model.id, *model.aliases)
+        request = DispatchRequest(
+            request_id=RequestId(visit.request_id),
+            model=fields.model,
+            operation=route.name,
+            estimated_prompt_tokens=estimate_tokens(
+                fields, threshold=model.long_context_tokens, bytes_per_token=snapshot.chars_per_token
+            ),
+            priority=_priority(exchange, visit.caller),
+            session=_session(exchange, visit.caller),
+            caller=visit.caller.name,
+        )
+        exchange.run(self._serve(exchange, visit, route, fields, request), name="http-dispatch")
+
+    def on_error(self, exchange: Exchange, error: IopError) -> None:
+        """Answer in the caller's dialect, and say that it was us (SF-06, SF-09)."""
+        data = exchange.data
+        visit = data[1] if data is not None else _Visit(self._make_id())
+        reason = error_code(error)
+        self.refused[reason] += 1
+        if visit.operation is not None and visit.caller is not None and not visit.is_dispatched:
+            self._dispatch.record_rejection(
+                RequestId(visit.request_id), visit.model, reason, caller=visit.caller.name
+            )
+        status = error_status(error)
+        self._count(visit, status)
+        headers = [*error_headers(error), *self._origin(visit.request_id, reason)]
+        exchange.respond(status, headers, error_body(error, visit.dialect, visit.request_id))
+
+    # ---- generating routes ----
+
+    async def _serve(
+        self,
+        exchange: Exchange,
+        visit: _Visit,
+        operation: _Operation,
+        fields: RequestFields,
+        request: DispatchRequest,
+    ) -> None:
+        handle: DispatchHandle | None = None
+
+        def our_headers() -> HeaderList:
+            assert handle is not None, "no answer comes before dispatch has returned"
+            return self._our_headers(handle, visit.request_id)
+
+        make: Callable[..., Relay] = Relay
+        if operation.name == "count_tokens":
+            make = partial(CountRelay, estimate=lambda: self._answer_estimate(exchange, visit, fields))
+        relay = make(
+            exchange,
+            dialect=operation.dialect,
+            choices=_choices(operation, fields),
+            event_bytes_max=self._limits.sse_event_bytes,
+            our_headers=our_headers,
+            fail=lambda error: self.on_error(exchange, error),
+        )
+        headers = request_headers(exchange.head, request_id=visit.request_id, is_stream=fields.is_stream)
+        query = exchange.head.query.decode("ascii")
+        path = f"{operation.path}?{query}" if query else operation.path
+
+        def prepare(target: ServedTarget) -> TunnelCall:
+            if target.route is not Route.TUNNEL:
+                raise Unsupported(
+                    "No provider of this model speaks this route.", reason="operation_not_supported"
+                )
+            return TunnelCall(
+                operation=operation.name if operation.name in target.operations and not query else "",
+                method="POST",
+                path=path,
+                headers=headers,
+                body=fields.with_model(target.target),
+                stream=fields.is_stream,
+                sink=relay,
+                session_id=request.session,
+            )
+
+        visit.is_dispatched = True  # from here on, dispatch records how it ends
+        try:
+            handle = await self._dispatch.dispatch(request, prepare)
+        except Unsupported as error:
+            if operation.name != "count_tokens" or error.reason.lower() != "operation_not_supported":
+                raise
+            self._answer_estimate(exchange, visit, fields)
+            return
+        relay.bind(handle)
+
+    def _answer_estimate(self, exchange: Exchange, visit: _Visit, fields: RequestFields) -> None:
+        """Count tokens ourselves where no provider does, and say so (SF-14)."""
+        count = int(prompt_bytes(fields) / self._find_snapshot().chars_per_token)
+        self._answer(exchange, visit, {"input_tokens": max(1, count)}, (b"x-iop-estimate", b"1"))
+
+    def _our_headers(self, handle: DispatchHandle, request_id: str) -> HeaderList:
+        headers: HeaderList = [
+            (b"x-request-id", request_id.encode("ascii")),
+            (b"x-iop-queue-ms", b"%d" % handle.queue_ms),
+            (b"x-iop-weight-version", handle.weight_version.encode("utf-8", "replace")),
+        ]
+        if self._find_snapshot().shows_provider:
+            headers.append((b"x-iop-provider", handle.provider_name.encode("ascii", "replace")))
+        return headers
+
+    # ---- models ----
+
+    def _list_models(self, exchange: Exchange, visit: _Visit) -> None:
+        entries = list_models(self._find_snapshot(), may_use=_may_use(visit))
+        self._answer(exchange, visit, entries)
+
+    def _one_model(self, exchange: Exchange, visit: _Visit) -> None:
+        self._answer(exchange, visit, model_entry(self._find_snapshot(), visit.rest, may_use=_may_use(visit)))
+
+    def _answer(self, exchange: Exchange, visit: _Visit, value: object, *more: tuple[bytes, bytes]) -> None:
+        self._count(visit, 200)
+        headers: HeaderList = [
+            (b"content-type", b"application/json"),
+            (b"x-request-id", visit.request_id.encode("ascii")),
+            (b"x-iop-origin", b"edge"),
+            *more,
+        ]
+        exchange.respond(200, headers, orjson.dumps(value))
+
+    # ---- small things ----
+
+    def _origin(self, request_id: str, reason: str) -> HeaderList:
+        return [
+            (b"x-request-id", request_id.encode("ascii")),
+            (b"x-iop-origin", b"edge"),
+            (b"x-iop-reason", reason.encode("ascii", "replace")),
+        ]
+
+    def _count(self, visit: _Visit, status: int) -> None:
+        name = "other" if visit.operation is None else visit.operation.name
+        self.answered[name, status] += 1
+
+
+def _may_use(visit: _Visit) -> Callable[..., bool]:
+    assert visit.caller is not None, "a request is admitted before it is answered"
+    return visit.caller.may_use
+
+
+def _choices(operation: _Operation, fields: RequestFields) -> int:
+    """How many alternatives a stream of this request must finish (SF-14)."""
+    if operation.dialect not in (Dialect.CHAT, Dialect.COMPLETIONS):
+        return 1
+    alternatives = max(1, fields.integer("n", 1))
+    prompt = fields.raw.get("prompt") if operation.dialect is Dialect.COMPLETIONS else None
+    if prompt is not None and bytes(prompt)[:1] == b"[":
+        alternatives *= _prompts(bytes(prompt))
+    return alternatives
+
+
+def _prompts(raw: bytes) -> int:
+    """How many prompts a list stands for: texts or lists of ids each are one, a list of ids is one."""
+    try:
+        items = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return 1
+    return 1 if not items or isinstance(items[0], int) else len(items)
+
+
+def _priority(exchange: Exchange, caller: Caller) -> int:
+    value = exchange.head.get(b"x-iop-priority")
+    if value is None or caller.spec is None or not caller.spec.may_priority:
+        return 0
+    digits = value.removeprefix(b"-")
+    if not digits.isdigit() or len(digits) > PRIORITY_DIGITS_MAX:
+        raise InvalidRequest("`x-iop-priority` must be a small integer.", details={"field": "x-iop-priority"})
+    return int(value)
+
+
+def _session(exchange: Exchange, caller: Caller) -> str:
+    value = exchange.head.get(b"x-iop-session")
+    if value is None or caller.spec is None or not caller.spec.may_session:
+        return ""
+    if len(value) > SESSION_BYTES_MAX or not value.isascii():
+        raise InvalidRequest(
+            f"`x-iop-session` must be at most {SESSION_BYTES_MAX} ASCII characters.",
+            details={"field": "x-iop-session"},
+        )
+    # Two keys that choose the same word do not share a session.
+    return f"{caller.name}:{value.decode('ascii')}"

@@ -1,0 +1,390 @@
+"""A provider's answer on its way to the caller: the sink of one tunnel (SF-03 to SF-08, SF-14).
+
+Bytes go from the connection's read turn to the caller's socket in the same turn. Credit comes back as soon
+as they are written, or, while the caller is slow, when it has caught up; so a slow caller costs its own
+window and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, unique
+from typing import Any, Final
+
+import orjson
+
+from iop.api.http.content_coding import DecodeError, Decoder, decoder_for
+from iop.api.http.errors import Dialect, error_event, error_of_stream
+from iop.api.http.exchange import Exchange
+from iop.api.http.head import HeaderList
+from iop.api.http.headers import accepts_coding, provider_headers
+from iop.api.http.splice import JsonWatch
+from iop.api.http.sse import SseEnding, SseWatcher
+from iop.api.http.usage import BODY_BYTES_MAX, usage_of, usage_of_body
+from iop.core.errors import IopError, Unavailable
+from iop.edge.dispatch import DispatchHandle
+from iop.wire.messages import BodyFraming, CancelReason, Header, StreamError, Usage
+
+__all__ = ["CountRelay", "Relay"]
+
+_TRUNCATED: Final = StreamError(code="upstream_truncated")
+
+_NO_ROUTE: Final = frozenset({404, 405, 501})
+
+_DOUBTED_BYTES_MAX: Final = 64 * 1024
+"""Longest answer that may turn out to be "no such route"; longer ones are taken for what they say."""
+
+
+@unique
+class _Mode(Enum):
+    """What kind of body is relayed."""
+
+    NOTHING = "nothing"
+    PLAIN = "plain"
+    EVENTS = "events"
+
+
+class Relay:
+    """Sink of one request's tunnel. Bind the handle as soon as there is one.
+
+    Args:
+        exchange: where the answer goes.
+        dialect: in whose words an error inside a stream is told.
+        choices: how many alternatives a stream must finish.
+        event_bytes_max: most bytes of one event.
+        our_headers: headers of ours for this answer, asked for at its first byte.
+        fail: answers an error before the first byte.
+    """
+
+    __slots__ = (
+        "_choices",
+        "_decoder",
+        "_dialect",
+        "_event_bytes_max",
+        "_exchange",
+        "_fail",
+        "_handle",
+        "_json",
+        "_kept",
+        "_kept_bytes",
+        "_mode",
+        "_our_headers",
+        "_owed",
+        "_remaining",
+        "_shows_decoded",
+        "_watcher",
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        dialect: Dialect,
+        choices: int,
+        event_bytes_max: int,
+        our_headers: Callable[[], HeaderList],
+        fail: Callable[[IopError], None],
+    ) -> None:
+        self._exchange = exchange
+        self._dialect = dialect
+        self._choices = choices
+        self._event_bytes_max = event_bytes_max
+        self._our_headers = our_headers
+        self._fail = fail
+        self._handle: DispatchHandle | None = None
+        self._mode = _Mode.NOTHING
+        self._watcher: SseWatcher | None = None
+        self._json: JsonWatch | None = None
+        self._decoder: Decoder | None = None
+        self._shows_decoded = False
+        self._remaining: int | None = None
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._owed = 0
+
+    def bind(self, handle: DispatchHandle) -> None:
+        """Watch over the exchange from now on: its caller may leave or be slow."""
+        self._handle = handle
+        self._exchange.bind(on_gone=self._on_gone, on_writable=self._on_writable)
+
+    # ---- TunnelSink ----
+
+    def on_response_start(self, *, status: int, headers: Sequence[Header], framing: BodyFraming) -> None:
+        """Pass on the provider's head, and decide how its body is watched."""
+        kind = coding = b""
+        length: int | None = None
+        for name, value in headers:
+            lowered = name.lower()
+            if lowered == b"content-type":
+                kind = value.lower()
+            elif lowered == b"content-encoding":
+                coding = value.strip().lower()
+            elif lowered == b"content-length" and framing is BodyFraming.LENGTH:
+                length = int(value) if value.isdigit() else None
+        out = provider_headers(headers)
+        is_events = kind.startswith(b"text/event-stream")
+        if coding and coding != b"identity":
+            self._decoder = decoder_for(coding)
+            is_readable = accepts_coding(self._exchange.head, coding)
+            if not is_readable and self._decoder is None:
+                self._refuse_coding()
+                return
+            if not is_readable:
+                self._shows_decoded = True
+                length = None
+                out = [(name, value) for name, value in out if name != b"content-encoding"]
+        if is_events:
+            self._mode = _Mode.EVENTS
+            self._watcher = SseWatcher(
+                self._dialect if status < 400 else Dialect.PLAIN,
+                choices=self._choices,
+                event_bytes_max=self._event_bytes_max,
+            )
+            # What is added or dropped at the end would not fit a stated length.
+            length = None
+        else:
+            self._mode = _Mode.PLAIN
+            if framing is BodyFraming.CLOSE and b"json" in kind:
+                self._json = JsonWatch()
+        self._remaining = length
+        self._exchange.release_body()  # no other attempt can follow a first byte
+        self._exchange.start(status, [*out, *self._our_headers()], length=length)
+
+    def on_body(self, data: bytes) -> None:
+        """Pass bytes on."""
+        exchange = self._exchange
+        size = len(data)
+        if not exchange.is_ended:
+            if self._mode is _Mode.EVENTS:
+                self._relay_events(data)
+            else:
+                self._relay_plain(data)
+        if exchange.is_writable or exchange.is_ended:
+            if self._handle is not None:
+                self._handle.consumed(size)
+        else:
+            self._owed += size
+
+    def on_usage(self, usage: Usage) -> None:
+        """Usage that the Node observed is the dispatcher's to keep."""
+
+    def on_end(self) -> None:
+        """The provider's answer is over as far as its framing tells."""
+        if self._exchange.is_ended or self._exchange.is_gone:
+            return
+        if self._mode is _Mode.EVENTS:
+            self._end_events(_TRUNCATED)
+        elif self._mode is _Mode.PLAIN:
+            self._end_plain()
+
+    def on_error(self, error: StreamError) -> None:
+        """The provider's answer was cut, or never came."""
+        exchange = self._exchange
+        if exchange.is_ended or exchange.is_gone:
+            return
+        if not exchange.is_started:
+            self._fail(error_of_stream(error))
+        elif self._mode is _Mode.EVENTS:
+            self._end_events(error)
+        else:
+            self._note_truncated()
+            exchange.cut()
+
+    # ---- bodies ----
+
+    def _relay_events(self, data: bytes) -> None:
+        watcher = self._watcher
+        assert watcher is not None, "events are always watched"
+        if self._decoder is not None:
+            clear = self._decode(data)
+            if clear is None:
+                return
+            ready = watcher.feed(clear)
+            if not self._shows_decoded:
+                self._exchange.write(data)  # the caller reads this coding: its bytes pass as they are
+                return
+        else:
+            ready = watcher.feed(data)
+        exchange = self._exchange
+        if ready:
+            exchange.write(ready)
+        if watcher.is_terminated:
+            self._note_usage()
+            exchange.end()
+        elif watcher.is_too_large:
+            error = Unavailable("An event of the provider's stream is too large.", reason="event_too_large")
+            self._give_up(error)
+
+    def _relay_plain(self, data: bytes) -> None:
+        if self._shows_decoded:
+            clear = self._decode(data)
+            if clear is None:
+                return
+            data = clear
+        if self._remaining is not None:
+            if len(data) > self._remaining:
+                data = data[: self._remaining]  # what exceeds the stated length belongs to no answer
+            self._remaining -= len(data)
+        if self._json is not None:
+            self._json.feed(data)
+        if self._kept_bytes >= 0 and (self._decoder is None or self._shows_decoded):
+            self._kept.append(data)
+            self._kept_bytes += len(data)
+            if self._kept_bytes > BODY_BYTES_MAX:
+                self._kept = []
+                self._kept_bytes = -1
+        self._exchange.write(data)
+
+    def _decode(self, data: bytes) -> bytes | None:
+        assert self._decoder is not None
+        try:
+            return self._decoder.decode(data)
+        except DecodeError:
+            if self._shows_decoded:
+                self._give_up(
+                    Unavailable("The provider's content coding is broken.", reason="upstream_error")
+                )
+                return None
+            self._decoder = None  # the caller asked for this coding and will see for itself
+            return None
+
+    # ---- endings ----
+
+    def _end_events(self, error: StreamError) -> None:
+        watcher, exchange = self._watcher, self._exchange
+        assert watcher is not None, "events are always watched"
+        ending, rest = watcher.finish()
+        self._note_usage()
+        if self._decoder is not None and not self._shows_decoded:
+            # Nothing can be added inside a coding that is not ours; a cut shows in the framing.
+            if ending in (SseEnding.TERMINATED, SseEnding.FINISHED):
+                exchange.end()
+            else:
+                self._note_truncated()
+                exchange.cut()
+            return
+        if ending is SseEnding.TERMINATED or ending is SseEnding.FINISHED:
+            exchange.write(rest)
+        else:
+            self._note_truncated()
+            if ending is SseEnding.CUT:
+                exchange.write(error_event(error_of_stream(error), self._dialect, newline=watcher.newline))
+        exchange.end()
+
+    def _end_plain(self) -> None:
+        if (self._json is not None and not self._json.is_complete) or self._remaining:
+            self._note_truncated()
+            self._exchange.cut()
+            return
+        if self._kept_bytes > 0 and self._handle is not None:
+            usage = usage_of_body(self._kept[0] if len(self._kept) == 1 else b"".join(self._kept))
+            if usage is not None:
+                self._handle.note_usage(usage)
+        self._exchange.end()
+
+    def _give_up(self, error: IopError) -> None:
+        """End an answer that has begun and that we cannot go on with."""
+        self._note_truncated()
+        if self._mode is _Mode.EVENTS and self._watcher is not None:
+            self._exchange.write(error_event(error, self._dialect, newline=self._watcher.newline))
+            self._exchange.end()
+        else:
+            self._exchange.cut()
+        if self._handle is not None:
+            self._handle.cancel(CancelReason.CLIENT_GONE)
+
+    def _refuse_coding(self) -> None:
+        self._fail(
+            Unavailable(
+                "The provider answers in a content coding that neither the caller nor the gateway reads.",
+                reason="unsupported_encoding",
+            )
+        )
+        if self._handle is not None:
+            self._handle.cancel(CancelReason.CLIENT_GONE)
+
+    def _note_truncated(self) -> None:
+        if self._handle is not None:
+            self._handle.note_truncated()
+
+    def _note_usage(self) -> None:
+        if self._watcher is not None and self._watcher.usage and self._handle is not None:
+            self._handle.note_usage(usage_of(self._watcher.usage))
+
+    # ---- the caller ----
+
+    def _on_gone(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel(CancelReason.CLIENT_GONE)
+
+    def _on_writable(self) -> None:
+        owed, self._owed = self._owed, 0
+        if owed and self._handle is not None:
+            self._handle.consumed(owed)
+
+
+class CountRelay(Relay):
+    """Sink of a token count: a provider without that route is answered for by an estimate (SF-14).
+
+    Such providers say 404, 405 or 501 without an error object; one that has the route and knows nothing of
+    the model says so in an error object, and that passes.
+    """
+
+    __slots__ = ("_doubted", "_doubted_bytes", "_estimate", "_late_start")
+
+    def __init__(self, exchange: Exchange, *, estimate: Callable[[], None], **rest: Any) -> None:
+        super().__init__(exchange, **rest)
+        self._estimate = estimate
+        self._late_start: Callable[[], None] | None = None
+        self._doubted: list[bytes] = []
+        self._doubted_bytes = 0
+
+    def on_response_start(self, *, status: int, headers: Sequence[Header], framing: BodyFraming) -> None:
+        """Hold back an answer that may mean that there is no such route."""
+        start = super().on_response_start
+        if status in _NO_ROUTE:
+            self._late_start = lambda: start(status=status, headers=headers, framing=framing)
+        else:
+            start(status=status, headers=headers, framing=framing)
+
+    def on_body(self, data: bytes) -> None:
+        """Hold back a doubtful answer's body, as long as it is small."""
+        if self._late_start is None:
+            super().on_body(data)
+            return
+        self._doubted.append(data)
+        self._doubted_bytes += len(data)
+        if self._doubted_bytes > _DOUBTED_BYTES_MAX:
+            self._believe()
+
+    def on_end(self) -> None:
+        """Judge a doubtful answer."""
+        if self._late_start is not None:
+            if not _has_error_object(b"".join(self._doubted)):
+                self._exchange.release_body()
+                self._estimate()
+                return
+            self._believe()
+        super().on_end()
+
+    def on_error(self, error: StreamError) -> None:
+        """A doubtful answer that was cut is passed on as what it is."""
+        if self._late_start is not None:
+            self._believe()
+        super().on_error(error)
+
+    def _believe(self) -> None:
+        late_start, self._late_start = self._late_start, None
+        if late_start is not None:
+            late_start()
+        doubted, self._doubted = self._doubted, []
+        for data in doubted:
+            super().on_body(data)
+
+
+def _has_error_object(body: bytes) -> bool:
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(value, dict) and isinstance(value.get("error"), dict)
