@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import stat
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from iop.api.grpc.health import HEALTH_SERVICE, LiveHealth, ServingCheck
+from iop.api.grpc.tls import ServerTls, server_credentials
 from iop.core.errors import InvalidRequest, PreconditionFailed, Unavailable
 from iop.core.limits import MIB
 
@@ -40,15 +41,6 @@ CALLS_MAX: Final = 4096
 """RPCs at once; beyond it callers get RESOURCE_EXHAUSTED. Each costs a task and its messages."""
 
 UNIX_PREFIX: Final = "unix:"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerTls:
-    """PEM material. With `client_ca` every client must show a certificate that it signed (AD-03)."""
-
-    certificate: bytes
-    key: bytes = field(repr=False)
-    client_ca: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +145,7 @@ class GrpcListener:
             bound = (
                 server.add_insecure_port(target)
                 if settings.tls is None
-                else server.add_secure_port(target, _credentials(settings.tls))
+                else server.add_secure_port(target, server_credentials(settings.tls))
             )
         except RuntimeError:
             # grpc names its own source lines here; the address is what the operator can act on.
@@ -236,11 +228,3 @@ def split_address(address: str) -> tuple[str, int | None]:
 
 def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    return grpc.ssl_server_credentials(
-        [(tls.key, tls.certificate)],
-        root_certificates=tls.client_ca,
-        require_client_auth=tls.client_ca is not None,
-    )
