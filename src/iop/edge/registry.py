@@ -463,15 +463,14 @@ class Registry:
         owner = entry.owner
         if owner is None or (instance and instance == owner.instance):
             return 0.0  # nobody to take from, or one process whose old connection has not been noticed dead
-        entry.takeovers = [at for at in entry.takeovers if at > now - CONTENTION_WINDOW_S]
-        if not entry.takeovers:
-            entry.refusal_s = 0.0
+        if now > entry.refused_until + CONTENTION_WINDOW_S:
+            entry.refusal_s = 0.0  # quiet for a whole window after the last refusal: the quarrel is over
+        entry.takeovers = [at for at in entry.takeovers if at > now - CONTENTION_WINDOW_S][-TAKEOVERS_MAX:]
         entry.takeovers.append(now)
-        if len(entry.takeovers) < TAKEOVERS_MAX:
+        if entry.refusal_s == 0.0 and len(entry.takeovers) < TAKEOVERS_MAX:
             return 0.0
         entry.refusal_s = min(max(CONTENTION_FIRST_S, entry.refusal_s * 2), CONTENTION_MAX_S)
         entry.refused_until = now + entry.refusal_s
-        entry.takeovers = entry.takeovers[-TAKEOVERS_MAX:]
         return entry.refusal_s
 
     def _push(self, node_id: NodeId, entry: _Entry, owner: _Owner) -> RefreshWanted:
