@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 from iop.admin.permissions import PRESETS, Permission
 from iop.api.grpc.auth import ApiKeyDirectory, ApiKeyGrant, PrincipalDirectory, PrincipalGrant
-from iop.api.grpc.server import ListenerSettings, ServerTls
+from iop.api.grpc.server import ListenerSettings
+from iop.api.grpc.tls import tls_from_files
+from iop.api.http.keys import ApiKeys, ApiKeySpec
 from iop.api.http.limits import HttpLimits
-from iop.app.edge_snapshot import read_file
 from iop.config.tree import AdminSection, ApiKey, Limits, ListenerTls
 from iop.config.values import Address
+from iop.net.tls import ServerTls
 
-__all__ = ["api_keys", "grpc_settings", "http_limits", "principal_directory"]
+__all__ = ["api_keys", "file_tls", "grpc_settings", "http_keys", "http_limits", "principal_directory"]
 
 
 def principal_directory(section: AdminSection) -> PrincipalDirectory:
@@ -53,22 +56,35 @@ def grpc_settings(
     address: Address, *, tls: ListenerTls | None, insecure: bool, receive_bytes_max: int | None = None
 ) -> ListenerSettings:
     """How a gRPC listener listens. Raises InvalidRequest when a certificate file cannot be read."""
-    server_tls = None
-    if tls is not None:
-        server_tls = ServerTls(
-            certificate=read_file(tls.cert, "tls cert"),
-            key=read_file(tls.key, "tls key"),
-            client_ca=read_file(tls.client_ca, "tls client_ca") if tls.client_ca is not None else None,
-        )
-    settings = ListenerSettings(address=str(address), tls=server_tls, is_insecure_allowed=insecure)
+    material = None if tls is None else tls_from_files(tls.cert, tls.key, tls.client_ca)
+    settings = ListenerSettings(address=str(address), tls=material, is_insecure_allowed=insecure)
     if receive_bytes_max is None:
         return settings
-    return ListenerSettings(
-        address=settings.address,
-        tls=server_tls,
-        is_insecure_allowed=insecure,
-        receive_bytes_max=receive_bytes_max,
-    )
+    return dataclasses.replace(settings, receive_bytes_max=receive_bytes_max)
+
+
+def file_tls(tls: ListenerTls | None) -> ServerTls | None:
+    """TLS files of a listener that is not gRPC."""
+    if tls is None:
+        return None
+    return ServerTls(certificate=tls.cert, key=tls.key, client_ca=tls.client_ca)
+
+
+def http_keys(keys: Sequence[ApiKey], *, buffered_bytes: int, now: Callable[[], float]) -> ApiKeys:
+    """The callers of the public HTTP listener (SF-11, SF-16)."""
+    specs = [
+        ApiKeySpec(
+            name=key.name,
+            sha256=key.key.digest,
+            models=frozenset(key.models),
+            requests_per_minute=key.requests_per_minute,
+            concurrent=key.concurrent,
+            may_session="session" in key.may,
+            may_priority="priority" in key.may,
+        )
+        for key in keys
+    ]
+    return ApiKeys(specs, buffered_bytes=buffered_bytes, now=now)
 
 
 def http_limits(limits: Limits) -> HttpLimits:

@@ -1,0 +1,296 @@
+"""The composition root of the Edge.
+
+Start: the operation core brings pauses, releases and quarantines into force from the journal (AD-26), then Nodes may
+come, then the public listeners open. Stop: the other way about, with the surfaces up until running requests have ended
+(EN-109). SIGHUP reads the config again and takes it whole or not at all (EN-114).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from iop.admin.core import AdminCore
+from iop.api.grpc.auth import PrincipalDirectory
+from iop.api.grpc.listeners import admin_listener, admin_receive_bytes_max
+from iop.api.http.keys import ApiKeys
+from iop.api.http.openai import EdgeHttp
+from iop.api.http.ops import OpsServer, ops_app
+from iop.api.http.server import HttpServer
+from iop.app.edge_snapshot import snapshot_of
+from iop.app.home import open_home
+from iop.app.listening import binding, id_maker, process_owner, store_url, viewer_check
+from iop.app.process import Process, ProcessClock, Role
+from iop.app.sources import gather
+from iop.app.translate import file_tls, grpc_settings, http_keys, http_limits, principal_directory
+from iop.config import EdgeConfig, Loaded, load_edge
+from iop.config.values import Address
+from iop.core.errors import IopError
+from iop.core.ids import OperationId, RunId
+from iop.edge.edge import Edge
+from iop.edge.metrics import EdgeCollector
+from iop.net.admin_steps import AdminStepCodec
+from iop.net.listener import Listener
+from iop.net.tls import server_context
+from iop.obs import Metrics
+from iop.store.journal import SqlJournal
+from iop.wire.session import SessionSettings
+
+__all__ = ["edge_role"]
+
+_log = logging.getLogger(__name__)
+
+CORE_READY_TIMEOUT_S: Final = 30.0
+"""Recovery reads the journal; longer means that the store does not answer."""
+
+
+def edge_role(file: Path, *, flags: Mapping[str, tuple[str, str]], warn: Callable[[str], None]) -> Role:
+    """Read edge.yaml and make the role.
+
+    Raises:
+        ConfigInvalid: with every problem.
+    """
+
+    def load() -> Loaded[EdgeConfig]:
+        return load_edge(gather(file, flags=flags))
+
+    loaded = load()
+    for warning in loaded.warnings:
+        warn(warning)
+
+    async def role(process: Process) -> int:
+        async with AsyncExitStack() as stack:
+            served = _Served(loaded=loaded, load=load)
+            await served.start(stack)
+            process.announce(served.facts())
+            await process.stopping.wait()
+            await served.edge.shut_down(deadline_s=loaded.config.dispatch.shutdown_grace_sec)
+        return 0
+
+    return role
+
+
+@dataclass(slots=True)
+class _Running:
+    """What a reload replaces."""
+
+    revision: int
+    keys: ApiKeys
+
+
+class _Served:
+    """One Edge with its listeners."""
+
+    def __init__(self, *, loaded: Loaded[EdgeConfig], load: Callable[[], Loaded[EdgeConfig]]) -> None:
+        self._loaded = loaded
+        self._config = loaded.config
+        self._load = load
+        self._clock = ProcessClock()
+        self._addresses: dict[str, str] = {}
+        config = self._config
+        self._running = _Running(revision=1, keys=self._make_keys(config))
+        self._principals: PrincipalDirectory = principal_directory(config.admin)
+        self.edge = Edge(
+            snapshot_of(config, revision=1, now_unix_s=int(time.time())),
+            clock=self._clock,
+            codec=AdminStepCodec(),
+            new_run_id=_run_ids(),
+        )
+        self._core = AdminCore(
+            journal=SqlJournal(
+                store_url(
+                    config.store,
+                    is_given="store" in loaded.origins,
+                    home=lambda: open_home(os.environ),
+                ),
+                unix_nanos=self._clock.unix_nanos,
+            ),
+            driver=self.edge.participants,
+            clock=self._clock,
+            new_id=_operation_ids(),
+            owner=process_owner("edge"),
+        )
+        self.edge.participants.attach(self._core.participants_changed)
+
+    def facts(self) -> dict[str, Any]:
+        """What programs may know: the addresses really bound."""
+        return {"pid": os.getpid(), **self._addresses}
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Start everything; leaving ``stack`` stops it in reverse.
+
+        Raises:
+            Unavailable: an address or the store cannot be had.
+        """
+        await stack.enter_async_context(self.edge)
+        await stack.enter_async_context(running_core(self._core))
+        await self._serve_nodes(stack)
+        await self._serve_admin(stack)
+        await self._serve_ops(stack)
+        await self._serve_http(stack)
+        self._heed_reload(stack)
+
+    # --- listeners ----------------------------------------------------------------------------------------------------
+
+    async def _serve_nodes(self, stack: AsyncExitStack) -> None:
+        config = self._config
+        address = config.listen.nodes
+        if address is None:
+            return
+        listener = Listener(
+            handler=self.edge.nodes,
+            host=address.host,
+            port=address.port,
+            settings=SessionSettings(
+                heartbeat_interval_s=config.heartbeat.interval_sec,
+                heartbeat_timeout_s=config.heartbeat.timeout_sec,
+                handshake_timeout_s=config.wire.handshake_timeout_sec,
+                ready_timeout_s=config.wire.ready_timeout_sec,
+                stream_window_bytes=config.wire.window_bytes,
+                frame_bytes_max=config.wire.frame_bytes,
+                body_bytes_max=config.limits.body_bytes,
+            ),
+            tls=file_tls(config.tls.nodes),
+            is_insecure_allowed=config.insecure,
+            connections_max=config.wire.connections,
+            unix_nanos=self._clock.unix_nanos,
+        )
+        with binding("nodes", address):
+            await stack.enter_async_context(listener)
+        self._bound("nodes", Address(host=address.host, port=listener.port))
+
+    async def _serve_admin(self, stack: AsyncExitStack) -> None:
+        address = self._config.listen.admin
+        if address is None:
+            return
+        listener = admin_listener(
+            self._core,
+            self._principals,
+            grpc_settings(
+                address,
+                tls=self._config.tls.admin,
+                insecure=self._config.insecure,
+                receive_bytes_max=admin_receive_bytes_max(self._core.limits),
+            ),
+        )
+        with binding("admin", address):
+            await stack.enter_async_context(listener.serving())
+        self._addresses["admin"] = listener.address
+
+    async def _serve_ops(self, stack: AsyncExitStack) -> None:
+        address = self._config.listen.ops
+        if address is None:
+            return
+        metrics = Metrics()
+        metrics.registry.register(EdgeCollector(self.edge))
+        tls = self._config.tls.ops
+        server = OpsServer(
+            ops_app(
+                source=self.edge.status,
+                render_metrics=metrics.render,
+                metrics_type=metrics.content_type,
+                authorize=viewer_check(self._principals),
+                is_ready=self._is_ready,
+            ),
+            host=address.host,
+            port=address.port,
+            tls_cert=str(tls.cert) if tls is not None else None,
+            tls_key=str(tls.key) if tls is not None else None,
+        )
+        with binding("ops", address):
+            await stack.enter_async_context(server)
+        self._bound("ops", Address(host=address.host, port=server.port))
+
+    async def _serve_http(self, stack: AsyncExitStack) -> None:
+        address = self._config.listen.http
+        if address is None:
+            return
+        limits = http_limits(self._config.limits)
+        tls = file_tls(self._config.tls.http)
+        server = HttpServer(
+            EdgeHttp(
+                self.edge.dispatcher,
+                find_snapshot=lambda: self.edge.snapshot,
+                find_keys=lambda: self._running.keys,
+                limits=limits,
+                clock=self._clock,
+                make_id=id_maker("req"),
+            ),
+            limits=limits,
+            clock=self._clock,
+            tls=server_context(tls) if tls is not None else None,
+        )
+        await stack.enter_async_context(server)
+        with binding("http", address):
+            host, port = await server.listen(address.host, address.port)
+        self._bound("http", Address(host=host, port=port))
+
+    def _bound(self, name: str, address: Address) -> None:
+        self._addresses[name] = str(address)
+        _log.info("listener.opened", extra={"listener": name, "address": str(address)})
+
+    def _is_ready(self) -> tuple[bool, str]:
+        if not self._core.is_serving:
+            return False, "the operation journal cannot be written"
+        return True, ""
+
+    # --- reload -------------------------------------------------------------------------------------------------------
+
+    def _heed_reload(self, stack: AsyncExitStack) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        stack.callback(loop.remove_signal_handler, signal.SIGHUP)
+
+    def _reload(self) -> None:
+        """Take the changed config whole, or keep the running one whole (EN-114)."""
+        try:
+            config = self._load().config
+            snapshot = snapshot_of(config, revision=self._running.revision + 1, now_unix_s=int(time.time()))
+        except IopError as error:
+            _log.error("config.refused", extra={"reason": error.message})
+            return
+        if config.listen != self._config.listen or config.tls != self._config.tls:
+            _log.warning("config.needs_restart", extra={"keys": "listen, tls"})
+        self.edge.apply_snapshot(snapshot)
+        self._running = _Running(revision=snapshot.revision, keys=self._make_keys(config))
+
+    def _make_keys(self, config: EdgeConfig) -> ApiKeys:
+        return http_keys(
+            config.api_keys, buffered_bytes=config.limits.buffered_bytes, now=self._clock.monotonic
+        )
+
+
+@contextlib.asynccontextmanager
+async def running_core(core: AdminCore) -> AsyncIterator[None]:
+    """Run an operation core; inside, what it keeps closed is closed (AD-26).
+
+    Raises:
+        Unavailable: the store is held by another process, or cannot be used.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(core.run(), name="admin core")
+        try:
+            async with asyncio.timeout(CORE_READY_TIMEOUT_S):
+                await core.wait_ready()
+            yield
+        finally:
+            run.cancel()
+
+
+def _run_ids() -> Callable[[], RunId]:
+    make = id_maker("run")
+    return lambda: RunId(make())
+
+
+def _operation_ids() -> Callable[[], OperationId]:
+    make = id_maker("op")
+    return lambda: OperationId(make())
