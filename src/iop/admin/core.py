@@ -158,6 +158,7 @@ class AdminCore:
             regate=self._regate,
             announce=self._announcer.announce,
             with_content=lambda body: with_content(journal, body),
+            last_seen=self._reconciler.last_seen,
         )
 
     # --- life ---------------------------------------------------------------------------------------------------------

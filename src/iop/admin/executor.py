@@ -84,6 +84,7 @@ class ExecutorPorts:
         regate: make outer admission follow the journal's state, then return (AD-39).
         announce: tell observers of an operation to look again.
         with_content: put spooled tensors back into a step before it is sent.
+        last_seen: participants as last reached by anybody; shared, and added to.
     """
 
     journal: Journal
@@ -94,6 +95,7 @@ class ExecutorPorts:
     regate: Callable[[], Awaitable[None]]
     announce: Callable[[OperationId], None]
     with_content: Callable[[Step], Awaitable[Step]]
+    last_seen: dict[ParticipantId, ParticipantReadBack]
 
 
 class _EndedElsewhereError(Exception):
@@ -111,7 +113,7 @@ class Executor:
         self._crew: Crew | None = None
         self._cancelled = False
         self._last_progress = 0.0
-        self._seen: dict[ParticipantId, ParticipantReadBack] = {}
+        self._dropped: dict[GroupId, GroupReport] = {}
         remaining_ns = record.spec.deadline_at_unix_nanos - ports.clock.unix_nanos()
         self._deadline = ports.clock.monotonic() + remaining_ns / 1e9
 
@@ -173,9 +175,7 @@ class Executor:
     async def _read_back_before_repeating(self) -> None:
         """After a restart the engines' word comes before any step is repeated (AD-26)."""
         ids = self._record.spec.participant_ids
-        timeout_s = self._ports.timing.crew.read_back_timeout_s
-        seen = await read_back_all(self._ports.driver, ids, timeout_s=timeout_s)
-        self._seen.update(seen)
+        seen = await self._read(ids)
         unreachable = sum(not s.reachable for s in seen.values())
         logger.info(
             "operation.recovered op_id=%s participants=%d unreachable=%d",
@@ -195,6 +195,9 @@ class Executor:
                 failure = await self._run_phase(index)
             if failure is not None:
                 return failure
+        if self._dropped:
+            last = self._record.spec.phases[-1]
+            return _failure_of(last, list(self._dropped.values()))
         return await self._complete()
 
     def _called_off(self) -> AdminError | None:
@@ -247,10 +250,7 @@ class Executor:
             tuple(self._steps.values()),
             now_unix_nanos=self._ports.clock.unix_nanos(),
         )
-        ids = [p for g in suspects for p in g.participant_ids]
-        seen = await read_back_all(
-            self._ports.driver, ids, timeout_s=self._ports.timing.crew.read_back_timeout_s
-        )
+        seen = await self._read_groups(suspects)
         infos = {p.participant_id: p for p in self._ports.driver.participants()}
         return frozenset(
             g.group_id
@@ -269,12 +269,20 @@ class Executor:
         phase = self._record.spec.phases[index]
         attempts = self._ports.timing.committed_attempts if self._record.moves.committed else 1
         reports: Mapping[GroupId, GroupReport] = {}
-        groups = [g for g in self._groups_of(phase) if not self._is_answered(index, g.group_id)]
+        groups = [
+            g
+            for g in self._groups_of(phase)
+            if g.group_id not in self._dropped and not self._is_answered(index, g.group_id)
+        ]
         for attempt in range(attempts):
             reports = await self._attempt(index, phase, phase.body, groups, fresh=attempt > 0)
             groups = [g for g in groups if not reports[g.group_id].is_ok]
             if not groups:
                 return None
+        if self._record.moves.committed:
+            # The rest rolls forward without them (AD-32); they are told of at the end.
+            self._dropped.update({g.group_id: reports[g.group_id] for g in groups})
+            return None
         return _failure_of(phase, [reports[g.group_id] for g in groups])
 
     def _is_answered(self, index: int, group: GroupId) -> bool:
@@ -316,9 +324,7 @@ class Executor:
         """What an undo has to go back to."""
         if phase.undo is None:
             return {}
-        ids = [p for g in groups for p in g.participant_ids]
-        timeout_s = self._ports.timing.crew.read_back_timeout_s
-        return await read_back_all(self._ports.driver, ids, timeout_s=timeout_s)
+        return await self._read_groups(groups)
 
     async def _begin(
         self,
@@ -440,7 +446,7 @@ class Executor:
             self._last_progress = now
             events.extend(_progress_events(progress.values()))
         for report in finished:
-            self._seen.update({r.participant_id: r for r in report.after})
+            self._ports.last_seen.update({r.participant_id: r for r in report.after if r.reachable})
             before = self._steps.get((report.call.step, report.group_id))
             records.append(
                 StepRecord(
@@ -524,7 +530,7 @@ class Executor:
         changed = bool(done) or any(self._may_have_changed(g.group_id) for g in suspects)
         return settle.Leftover(
             quarantine=quarantine,
-            instances=_instances(seen),
+            instances=self._instances(),
             done=done,
             changed=changed,
             failed=self._failed_participants(),
@@ -566,7 +572,7 @@ class Executor:
                 bad[group.group_id] = why
         await self._note_rolled_back(touched, bad)
         return settle.Leftover(
-            quarantine=bad, instances=_instances(seen), changed=bool(bad), failed=failed
+            quarantine=bad, instances=self._instances(), changed=bool(bad), failed=failed
         )
 
     async def _undo_phase(self, index: int, bad: dict[GroupId, str], *, until: float) -> None:
@@ -638,11 +644,21 @@ class Executor:
     async def _read_groups(
         self, groups: Sequence[GroupMembers]
     ) -> Mapping[ParticipantId, ParticipantReadBack]:
-        ids = [p for g in groups for p in g.participant_ids]
+        return await self._read([p for g in groups for p in g.participant_ids])
+
+    async def _read(
+        self, ids: Sequence[ParticipantId]
+    ) -> Mapping[ParticipantId, ParticipantReadBack]:
         timeout_s = self._ports.timing.crew.read_back_timeout_s
         seen = await read_back_all(self._ports.driver, ids, timeout_s=timeout_s)
-        self._seen.update(seen)
+        self._ports.last_seen.update({p: s for p, s in seen.items() if s.reachable})
         return seen
+
+    def _instances(self) -> Mapping[ParticipantId, str]:
+        """The engine process of each participant, as last reached."""
+        ids = self._record.spec.participant_ids
+        seen = {p: self._ports.last_seen[p].instance for p in ids if p in self._ports.last_seen}
+        return {p: instance for p, instance in seen.items() if instance}
 
     def _touched_groups(self) -> frozenset[GroupId]:
         """Groups that some step may have had an effect on."""
@@ -759,10 +775,6 @@ def _with_errors(report: GroupReport) -> StepResult:
         for p in report.call.participant_ids
     )
     return dataclasses.replace(report.result, participants=outcomes)
-
-
-def _instances(seen: Mapping[ParticipantId, ParticipantReadBack]) -> Mapping[ParticipantId, str]:
-    return {p: s.instance for p, s in seen.items() if s.instance}
 
 
 def _progress_events(reports: Iterable[StepProgress]) -> list[EventBody]:

@@ -158,7 +158,7 @@ class Reconciler:
             return
         ids = [p.participant_id for p in members]
         seen = await read_back_all(self._driver, ids, timeout_s=self._timing.crew.read_back_timeout_s)
-        self.last_seen.update(seen)
+        self.last_seen.update({p: s for p, s in seen.items() if s.reachable})
         if not all(s.reachable for s in seen.values()):
             self._known.pop(group, None)
             return
@@ -248,7 +248,7 @@ class Reconciler:
             crew.start([call])
             while True:
                 for report in await crew.wait(until=until):
-                    self.last_seen.update({r.participant_id: r for r in report.after})
+                    self.last_seen.update({r.participant_id: r for r in report.after if r.reachable})
                     if report.is_ok:
                         return ""
                     participant, error = next(iter(report.errors.items()))

@@ -16,9 +16,8 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import selectors
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from iop.admin.core import AdminCore, CoreTiming, MutationCall
 from iop.admin.permissions import PRESETS, Principal
@@ -28,8 +27,9 @@ from iop.admin.results import AdminOperationEvent
 from iop.core.ids import OperationId
 from iop.testing.fake_participants import FakeFleet
 from iop.testing.memory_journal import MemoryJournal, MemoryStore
+from iop.testing.virtual_loop import run_virtual
 
-__all__ = ["ADMIN", "OPERATOR", "VIEWER", "AdminWorld", "Crashed", "run_virtual", "run_world"]
+__all__ = ["ADMIN", "OPERATOR", "VIEWER", "AdminWorld", "Crashed", "digest_of", "run_world"]
 
 T = TypeVar("T")
 
@@ -38,42 +38,12 @@ OPERATOR = Principal(name="ops", permissions=PRESETS["operator"])
 VIEWER = Principal(name="guest", permissions=PRESETS["viewer"])
 
 
+VIRTUAL_S_MAX = 1_000_000.0
+"""A scenario that takes longer, in virtual seconds, waits for something that does not come."""
+
+
 class Crashed(BaseException):
     """The process died here."""
-
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of waiting, moves its loop's clock to the time that it would have waited for."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = super().select(0)
-        if not events:
-            if timeout is None:
-                raise RuntimeError("deadlock: everything waits and no timer is armed")
-            self.now += max(0.0, timeout)
-        return events
-
-
-class _VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
-
-    def time(self) -> float:
-        return self._jumping.now
-
-
-def run_virtual(main: Callable[[], Awaitable[T]], *, timeout_s: float = 100_000.0) -> T:
-    """Run a coroutine on a loop whose time jumps; `timeout_s` is virtual."""
-
-    async def bounded() -> T:
-        async with asyncio.timeout(timeout_s):
-            return await main()
-
-    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
-        return runner.run(bounded())
 
 
 class LoopClock:
@@ -130,7 +100,11 @@ class AdminWorld:
 
     @contextlib.asynccontextmanager
     async def server(self) -> AsyncIterator[AdminCore]:
-        """Run a server until the block ends or it crashes; a crash ends the block's waits with `Crashed`."""
+        """Run a server for the length of the block, or until it crashes.
+
+        A crash cancels whatever the block waits for and ends the block silently; `crashed` tells.
+        """
+        self.crashed.clear()
         self.journal = MemoryJournal(
             self.store, unix_nanos=self.clock.unix_nanos, on_write=self._on_write
         )
@@ -143,15 +117,31 @@ class AdminWorld:
             timing=self.timing,
             limits=self.limits,
         )
-        async with asyncio.TaskGroup() as tasks:
-            runner = tasks.create_task(_until_crash(self.core.run()), name="server")
-            ready = tasks.create_task(self.core.wait_ready(), name="ready")
-            await asyncio.wait({runner, ready}, return_when=asyncio.FIRST_COMPLETED)
-            ready.cancel()
-            try:
-                yield self.core
-            finally:
-                runner.cancel()
+        try:
+            async with asyncio.timeout(None) as block, asyncio.TaskGroup() as tasks:
+                runner = tasks.create_task(self._serve(block), name="server")
+                await self.core.wait_ready()
+                try:
+                    yield self.core
+                finally:
+                    runner.cancel()
+        except (TimeoutError, Crashed):
+            if not self.crashed.is_set():
+                raise
+        except BaseExceptionGroup as group:
+            if group.split((Crashed, TimeoutError))[1] is not None:
+                raise
+
+    async def _serve(self, block: asyncio.Timeout) -> None:
+        try:
+            await self.core.run()
+        except BaseExceptionGroup as group:
+            if group.subgroup(Crashed) is None:
+                raise
+        except Crashed:
+            pass
+        if self.crashed.is_set():
+            block.reschedule(asyncio.get_running_loop().time())
 
     async def run(
         self, request: MutationRequest, principal: Principal = ADMIN
@@ -179,15 +169,6 @@ class AdminWorld:
         await asyncio.sleep(seconds)
 
 
-async def _until_crash(run: Awaitable[Any]) -> None:
-    with contextlib.suppress(Crashed, asyncio.CancelledError):
-        try:
-            await run
-        except BaseExceptionGroup as group:
-            if group.subgroup(Crashed) is None:
-                raise
-
-
 def run_world(
     scenario: Callable[[AdminWorld], Awaitable[T]],
     *,
@@ -199,6 +180,7 @@ def run_world(
 
     async def main() -> T:
         world = AdminWorld(shape or {"a": 2, "b": 2}, timing=timing, limits=limits)
-        return await scenario(world)
+        async with asyncio.timeout(VIRTUAL_S_MAX):
+            return await scenario(world)
 
-    return run_virtual(main)
+    return run_virtual(main())
