@@ -1,0 +1,198 @@
+"""A whole fleet in one loop: public listener, Edge, wire, Node, scripted engine; real sockets throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from hashlib import sha256
+
+from iop.adapters.profiles import DEFAULT_PROFILE
+from iop.adapters.registry import adapter_types, create_adapter
+from iop.api.http.keys import ApiKeys, ApiKeySpec
+from iop.api.http.limits import HttpLimits
+from iop.api.http.openai import EdgeHttp
+from iop.api.http.server import HttpServer
+from iop.core.ids import ModelId, NodeId, ProviderId, RunId
+from iop.edge.calls import Outcome, ProviderKey, Route
+from iop.edge.edge import Edge
+from iop.edge.snapshot import (
+    AdapterSpec,
+    DispatchLimits,
+    EdgeSnapshot,
+    ModelSpec,
+    NodeSpec,
+    PoolMember,
+    QueueSpec,
+)
+from iop.net.admin_steps import AdminStepCodec
+from iop.net.dialer import Dialer
+from iop.net.listener import Listener
+from iop.node.node import Node, NodeIdentity
+from iop.node.supervisor import ReconnectPolicy
+from iop.testing.http_site import RawCaller, SystemClock, eventually
+from iop.testing.stub_engine import StubEngine
+from iop.wire.messages import AdapterConfig, NodeConfig, OpenAICompatSettings
+
+TOKEN = "node-secret"
+KEY = ProviderKey(node=NodeId("gpu-1"), provider=ProviderId("main"))
+
+
+class HttpFleet:
+    """What tests hold: the stub, the Edge, the surface and a port."""
+
+    def __init__(
+        self, edge: Edge, surface: EdgeHttp, server: HttpServer, stub: StubEngine, port: int
+    ) -> None:
+        self.edge = edge
+        self.surface = surface
+        self.server = server
+        self.stub = stub
+        self.port = port
+        self._callers: list[RawCaller] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    @property
+    def leases(self) -> int:
+        return len(self.edge.pools.leases)
+
+    async def call(self) -> RawCaller:
+        caller = RawCaller(*await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26))
+        self._callers.append(caller)
+        return caller
+
+    async def post(
+        self,
+        body: bytes,
+        *headers: bytes,
+        path: str = "/v1/chat/completions",
+        caller: RawCaller | None = None,
+    ) -> tuple[int, dict[bytes, bytes], bytes]:
+        caller = caller or await self.call()
+        await caller.send(post(body, *headers, path=path))
+        return await caller.read_answer()
+
+    async def settled(self) -> None:
+        """Wait until no lease is out and every request has its outcome."""
+        await eventually(lambda: self.leases == 0 and self.edge.outcomes.live == 0)
+
+    def outcome(self, request_id: str) -> Outcome | None:
+        record = self.edge.outcomes.find(request_id)
+        return None if record is None else record.outcome
+
+    async def close_callers(self) -> None:
+        for caller in self._callers:
+            await caller.close()
+
+
+def post(body: bytes, *headers: bytes, path: str = "/v1/chat/completions") -> bytes:
+    lines = [b"POST %b HTTP/1.1" % path.encode(), b"Host: edge", b"Content-Type: application/json", *headers]
+    return b"\r\n".join(lines) + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+def snapshot(endpoint: str, *, capacity: int, **model: object) -> EdgeSnapshot:
+    adapter = AdapterConfig(
+        name="main",
+        type="openai_compat",
+        capacity=capacity,
+        targets=("org/Real-8B-Instruct",),
+        settings=OpenAICompatSettings(
+            endpoint=endpoint, api_key="upstream-secret", protocol_profile=DEFAULT_PROFILE
+        ),
+    )
+    spec = AdapterSpec(
+        provider=ProviderId("main"),
+        type="openai_compat",
+        category="api",
+        route=Route.TUNNEL,
+        capacity=capacity,
+        profile_operations=frozenset(DEFAULT_PROFILE.operations),
+    )
+    fast = ModelSpec(
+        id=ModelId("fast"),
+        aliases=("fast-latest",),
+        members=(PoolMember(key=KEY, target="org/Real-8B-Instruct"),),
+        queue=QueueSpec(max_waiters=2, timeout_s=0.5, no_capacity_grace_s=0.3, paused_timeout_s=1.0),
+    )
+    return EdgeSnapshot(
+        revision=1,
+        nodes={
+            KEY.node: NodeSpec(
+                id=KEY.node,
+                token_sha256=(sha256(TOKEN.encode()).digest(),),
+                adapters={KEY.provider: spec},
+                wire=NodeConfig(config_revision=0, adapters=(adapter,)),
+            )
+        },
+        models={ModelId("fast"): replace(fast, **model)},  # type: ignore[arg-type]  # fields by name
+        limits=DispatchLimits(first_byte_timeout_s=5.0, total_timeout_s=30.0),
+    )
+
+
+@asynccontextmanager
+async def fleet_of(
+    *,
+    capacity: int = 8,
+    keys: tuple[ApiKeySpec, ...] = (),
+    limits: HttpLimits | None = None,
+    dispatch_limits: DispatchLimits | None = None,
+    **model: object,
+) -> AsyncIterator[HttpFleet]:
+    limits = limits or HttpLimits()
+    numbers = itertools.count(1)
+    clock = SystemClock()
+    async with asyncio.timeout(60), StubEngine() as stub:
+        config = snapshot(stub.endpoint, capacity=capacity, **model)
+        if dispatch_limits is not None:
+            config = replace(config, limits=dispatch_limits)
+        async with (
+            Edge(
+                config, clock=clock, codec=AdminStepCodec(), new_run_id=lambda: RunId(f"run-{next(numbers)}")
+            ) as edge,
+            Listener(handler=edge.nodes, host="127.0.0.1", port=0) as listener,
+        ):
+            api_keys = ApiKeys(keys, buffered_bytes=limits.buffered_bytes, now=clock.monotonic)
+            surface = EdgeHttp(
+                edge.dispatcher,
+                find_snapshot=lambda: edge.snapshot,
+                find_keys=lambda: api_keys,
+                limits=limits,
+                clock=clock,
+                make_id=lambda: f"req-{next(numbers)}",
+            )
+            async with HttpServer(surface, limits=limits, clock=clock) as server:
+                _, port = await server.listen("127.0.0.1", 0)
+                node = Node(
+                    NodeIdentity(
+                        node_id=KEY.node,
+                        token=TOKEN,
+                        instance_id="one",
+                        software_version="0",
+                        protocol_version=1,
+                        adapter_types=adapter_types(),
+                    ),
+                    dialer=Dialer(host="127.0.0.1", port=listener.port),
+                    policy=ReconnectPolicy(interval_s=0.05, attempts_max=None),
+                    make_adapter=create_adapter,
+                    codec=AdminStepCodec(),
+                    clock=clock,
+                    rng=random.Random(1),
+                    stop_grace_s=1.0,
+                )
+                fleet = HttpFleet(edge, surface, server, stub, port)
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(node.run())
+                    try:
+                        await eventually(lambda: edge.status.status()["nodes"][0]["step"] == "ready")
+                        stub.calls.clear()
+                        yield fleet
+                        await fleet.close_callers()
+                    finally:
+                        node.stop()
+                        node.stop()
