@@ -48,7 +48,7 @@ from iop.engine.reports import (
     SlotsReport,
 )
 from iop.engine.runner import GenerationStream, Runner
-from iop.engine.scheduler import Scheduler
+from iop.engine.scheduler import Hold, Scheduler
 from iop.engine.settings import EngineSettings, builtin_checkpoint
 from iop.engine.tokenizer import Tokenizer
 from iop.engine.updates import Updates, identity_root
@@ -335,6 +335,13 @@ class Engine:
         runner.end(live, reason=reason, message=message)
         return True
 
+    def set_gate(self, *, is_open: bool, admission: AdmissionPolicy = AdmissionPolicy.QUEUE) -> None:
+        """Open or close admission from outside, beside any pause; never waits. What runs goes on.
+
+        While closed, new requests wait (QUEUE) or get ``Draining`` (REJECT). A new engine's gate is open.
+        """
+        self._running().runner.hold(Hold.GATE, admission=None if is_open else admission)
+
     async def pause(
         self,
         *,
@@ -463,6 +470,11 @@ class Engine:
     async def stop_profile(self, profile_id: str) -> tuple[ArtifactFile, ...]:
         """Stop recording and name the files. Stopping a stopped one names them again; unknown ids are NotFound."""
         return await self._running().profiler.stop(profile_id)
+
+    @property
+    def running_profile(self) -> str:
+        """Id of the profile that is recording now; "" when none is."""
+        return self._running().profiler.running
 
     async def set_slots(self, slots: int) -> SlotsReport:
         """Change how many sequences run side by side (AD-47); those beyond it finish first."""

@@ -42,6 +42,7 @@ from iop.engine.reports import (
     SlotsReport,
 )
 from iop.engine.runner import Live, Runner
+from iop.engine.scheduler import Hold
 
 __all__ = ["SLOTS_MAX", "Operations", "Pause"]
 
@@ -121,14 +122,12 @@ class Operations:
                 raise PreconditionFailed(
                     "Work is frozen by a KEEP pause; it cannot drain.", reason="PAUSE_MODE"
                 )
-            gates = (scheduler.can_admit, scheduler.can_run, runner.reject)
             drained = aborted = 0
             try:
-                runner.reject = admission is AdmissionPolicy.REJECT
+                runner.hold(Hold.PAUSE, admission=admission)
                 in_flight = (
                     self._in_flight(admission) if before is None or mode is not PauseMode.DRAIN else []
                 )
-                scheduler.can_admit = False
                 if mode is PauseMode.DRAIN:
                     drained, aborted = await self._drain(in_flight, drain_timeout_s, on_drain_timeout)
                 elif mode is PauseMode.ABORT:
@@ -140,7 +139,7 @@ class Operations:
                 if not all(state.paused and state.mode is mode for state in states):
                     raise Unavailable("A rank does not read back as paused.", reason="VERIFICATION_FAILED")
             except BaseException:
-                await self._take_pause_back(gates, before)
+                await self._take_pause_back(before)
                 raise
             self.pause_in_force = Pause(mode=mode, admission=admission)
             return PauseReport(
@@ -192,16 +191,16 @@ class Operations:
             self._runner.end(live, reason=FinishReason.ABORTED, message=_ABORTED)
         return len(lives)
 
-    async def _take_pause_back(self, gates: tuple[bool, bool, bool], before: Pause | None) -> None:
+    async def _take_pause_back(self, before: Pause | None) -> None:
         """Put the gates as they were; a rank that cannot be told is lost, and the engine then fails closed."""
-        runner, scheduler = self._runner, self._runner.scheduler
+        runner = self._runner
         if runner.failure is None:
             orders = (
                 {"mode": int(before.mode), "admission": int(before.admission)} if before is not None else None
             )
             await self._ranks.call("resume" if orders is None else "pause", orders)
-        scheduler.can_admit, scheduler.can_run, runner.reject = gates
-        runner.wake()
+        runner.scheduler.can_run = before is None
+        runner.hold(Hold.PAUSE, admission=None if before is None else before.admission)
 
     async def resume(self) -> tuple[RankState, ...]:
         """See ``Engine.resume``."""
@@ -218,9 +217,8 @@ class Operations:
             if any(state.paused for state in states):
                 raise Unavailable("A rank does not read back as resumed.", reason="VERIFICATION_FAILED")
             self.pause_in_force = None
-            scheduler.can_admit = scheduler.can_run = True
-            runner.reject = False
-            runner.wake()
+            scheduler.can_run = True
+            runner.hold(Hold.PAUSE, admission=None)
             return states
 
     async def flush(
@@ -255,13 +253,12 @@ class Operations:
     async def _flush_prefixes(self, busy: BusyPolicy, wait_timeout_s: float) -> tuple[int, int, str]:
         """Entries dropped, sequences preempted, and why it was refused, if it was."""
         runner, scheduler = self._runner, self._runner.scheduler
-        admitted = scheduler.can_admit
         preempted = 0
         try:
             if scheduler.running and busy is BusyPolicy.FAIL:
                 return 0, 0, "Sequences are running."
             if busy is BusyPolicy.WAIT and scheduler.running:
-                scheduler.can_admit = False
+                runner.hold(Hold.FLUSH, admission=AdmissionPolicy.QUEUE)
                 if not await self._wait_until_empty(wait_timeout_s):
                     return 0, 0, "Sequences did not finish in time."
             async with runner.idle:
@@ -275,8 +272,7 @@ class Operations:
             if scheduler.pool.entries or any(state.kv_blocks_filled for state in states):
                 raise Unavailable("A rank's cache does not read back as empty.", reason="VERIFICATION_FAILED")
         finally:
-            scheduler.can_admit = admitted
-            runner.wake()
+            runner.hold(Hold.FLUSH, admission=None)
         return dropped, preempted, ""
 
     async def _wait_until_empty(self, timeout_s: float) -> bool:

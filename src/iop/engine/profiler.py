@@ -96,6 +96,12 @@ class Profiler:
             if max_duration_s is not None:
                 recording.timer = asyncio.get_running_loop().call_later(max_duration_s, self._end, recording)
 
+    @property
+    def running(self) -> str:
+        """Id of the recording that goes on; "" when none does."""
+        recording = self._recording
+        return "" if recording is None or recording.is_over else recording.profile_id
+
     async def stop(self, profile_id: str) -> tuple[ArtifactFile, ...]:
         """See ``Engine.stop_profile``."""
         async with self._turn:

@@ -86,9 +86,10 @@ class Counters:
 class RankState:
     """One rank's own answer to "what are you?" (AD-37).
 
-    ``paused`` is the rank's gate: a paused rank refuses to compute. ``in_flight`` and ``kept`` count sequences of the
-    scheduler; ``kv_blocks_filled`` counts blocks with content in this rank's own arena. Bytes are resident memory of
-    the rank's arenas as the kernel tells. ``weight_digest`` is the SHA-256 of this rank's shard, "" when not resident.
+    ``paused`` is the rank's gate: a paused rank refuses to compute. ``in_flight`` counts running sequences, ``kept``
+    frozen requests, ``waiting`` sequences without a slot, all of the one scheduler; ``kv_blocks_filled`` counts
+    blocks with content in this rank's own arena. Bytes are resident memory of the rank's arenas as the kernel tells.
+    ``weight_digest`` is the SHA-256 of this rank's shard, "" when not resident.
     """
 
     rank: int

@@ -18,6 +18,7 @@ from typing import Self
 
 import numpy as np
 
+from iop.admin.enums import AdmissionPolicy
 from iop.core.errors import AlreadyExists, Draining, InvalidRequest, IopError, Overloaded
 from iop.engine.chat import BOS, END
 from iop.engine.checkpoint import ModelConfig
@@ -35,7 +36,7 @@ from iop.engine.generation import (
 from iop.engine.output import Ending, OutputText
 from iop.engine.ranks import RankGroup
 from iop.engine.sampler import TokenHistory, choose, random_stream, score
-from iop.engine.scheduler import Scheduler, Sequence, StepPlan, Work
+from iop.engine.scheduler import Hold, Scheduler, Sequence, StepPlan, Work
 from iop.engine.settings import EngineSettings
 from iop.engine.tokenizer import Tokenizer
 
@@ -159,7 +160,7 @@ class StepRecord:
 
 
 class Runner:
-    """Owns the live requests. ``reject`` turns new ones away; the scheduler's own gates keep them waiting."""
+    """Owns the live requests. ``rejects`` turns new ones away while not empty; the scheduler's holds let them wait."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class Runner:
         self.totals = Totals()
         self.idle = asyncio.Lock()
         self.changed = asyncio.Event()
-        self.reject = False
+        self.rejects: set[Hold] = set()
         self.failure: IopError | None = None
         self.on_step: Callable[[StepRecord], None] | None = None
         self._owner: dict[Sequence, tuple[Live, _Output]] = {}
@@ -194,7 +195,7 @@ class Runner:
         """Accept a request or say why not; see ``Engine.generate``."""
         if self.failure is not None:
             raise self.failure
-        if self.reject:
+        if self.rejects:
             raise Draining("The engine is paused; try again later or elsewhere.", reason="PAUSED")
         request.validate(vocabulary_size=self._config.vocabulary, context_tokens=self._config.context_tokens)
         if request.request_id in self.live:
@@ -206,6 +207,18 @@ class Runner:
         self.totals.accepted += 1
         self.wake()
         return GenerationStream(live, cancel=self.cancel, weight_version=self.weight_version)
+
+    def hold(self, hold: Hold, *, admission: AdmissionPolicy | None) -> None:
+        """Close admission for one cause, with what happens to new requests; None lifts that cause's hold."""
+        for holds, wanted in (
+            (self.scheduler.holds, admission is not None),
+            (self.rejects, admission is AdmissionPolicy.REJECT),
+        ):
+            if wanted:
+                holds.add(hold)
+            else:
+                holds.discard(hold)
+        self.wake()
 
     def _check_room(self, count: int) -> None:
         scheduler = self.scheduler

@@ -9,10 +9,11 @@ is lost.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, unique
 
 from iop.engine.blocks import BlockPool, chain_hash
 
-__all__ = ["Scheduler", "Sequence", "StepPlan", "Work"]
+__all__ = ["Hold", "Scheduler", "Sequence", "StepPlan", "Work"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,6 +47,15 @@ class Sequence:
         return len(self.tokens) > self.prompt_tokens or self.computed >= self.prompt_tokens
 
 
+@unique
+class Hold(Enum):
+    """What keeps new sequences from starting; each is set and lifted by its own cause alone."""
+
+    PAUSE = "pause"
+    FLUSH = "flush"
+    GATE = "gate"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Positions ``start`` to ``end`` of one sequence; logits are wanted from position ``logits_from`` on."""
@@ -71,8 +81,9 @@ class StepPlan:
 class Scheduler:
     """State of all live sequences.
 
-    ``can_admit`` and ``can_run`` are the two gates that a pause closes. ``root`` starts every chain of block names:
-    weights with another identity have another root, so what was cached under one never matches under the other (AD-34).
+    ``holds`` keeps waiting sequences from starting while it is not empty; ``can_run`` stops everything. ``root``
+    starts every chain of block names: weights with another identity have another root, so what was cached under one
+    never matches under the other (AD-34).
     """
 
     def __init__(self, *, pool: BlockPool, slots: int, prefill_chunk_tokens: int) -> None:
@@ -81,13 +92,18 @@ class Scheduler:
         self._chunk = prefill_chunk_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.can_admit = True
+        self.holds: set[Hold] = set()
         self.can_run = True
         self.root = b""
         self.preemptions = 0
         self.tokens_queried = 0
         self.tokens_hit = 0
         self.prefill_positions = 0
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether waiting sequences may start."""
+        return not self.holds
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; equal priorities keep their order of arrival."""

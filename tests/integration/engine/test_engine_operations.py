@@ -167,7 +167,7 @@ async def test_a_cancelled_pause_leaves_the_gates_open(engine: Engine) -> None:
     stream = await started(engine, "long", max_tokens=1900)
     async with asyncio.TaskGroup() as group:
         pausing = group.create_task(engine.pause(mode=PauseMode.DRAIN, admission=REJECT))
-        await eventually(lambda: engine._running().runner.reject)
+        await eventually(lambda: bool(engine._running().runner.rejects))
         pausing.cancel()
     assert engine.state is EngineState.SERVING
     await answer(engine, request("new", max_tokens=2))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from iop.engine.blocks import BlockPool
-from iop.engine.scheduler import Scheduler, Sequence
+from iop.engine.scheduler import Hold, Scheduler, Sequence
 
 BLOCKS, SIZE, SLOTS, CHUNK = 12, 4, 3, 6
 LENGTH_MAX = (BLOCKS - 1) * SIZE
@@ -92,7 +92,7 @@ class SchedulerModel(RuleBasedStateMachine):
 
     @rule(admit=st.booleans())
     def gate(self, admit: bool) -> None:
-        self.scheduler.can_admit = admit
+        (self.scheduler.holds.discard if admit else self.scheduler.holds.add)(Hold.PAUSE)
 
     @invariant()
     def blocks_are_conserved(self) -> None:
@@ -103,7 +103,7 @@ class SchedulerModel(RuleBasedStateMachine):
         assert all(not sequence.blocks for sequence in self.scheduler.waiting)
 
     def teardown(self) -> None:
-        self.scheduler.can_admit = True
+        self.scheduler.holds.clear()
         for _ in range(3000):
             if not self.live:
                 break
