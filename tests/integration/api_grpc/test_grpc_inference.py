@@ -9,14 +9,15 @@ from typing import Any, Self
 
 import grpc
 import pytest
-from grpc_admin_rig import refused
+from grpc_admin_rig import ScriptedOperations, bearer, refused
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from iop.admin.enums import EngineRole
 from iop.api.grpc import ports
-from iop.api.grpc.auth import ApiKeyDirectory, ApiKeyGrant, secret_sha256
-from iop.api.grpc.listeners import inference_listener
+from iop.api.grpc.auth import ApiKeyDirectory, ApiKeyGrant, PrincipalDirectory, secret_sha256
+from iop.api.grpc.control_service import CONTROL_METHODS
+from iop.api.grpc.listeners import admin_listener, inference_listener
 from iop.api.grpc.server import ListenerSettings
 from iop.core.errors import Cancelled, Draining, NotFound, Overloaded, Unavailable
 from iop.pb.openengine.v1 import (
@@ -95,7 +96,7 @@ class ScriptedPort:
     versions: list[str] = dataclasses.field(default_factory=lambda: ["v1"])
     is_serving: bool = True
     calls: list[ports.GenerateCall] = dataclasses.field(default_factory=list)
-    aborted: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    aborted: list[tuple[str, str | None]] = dataclasses.field(default_factory=list)
     stream: ScriptedStream | None = None
     hold: asyncio.Event | None = None
 
@@ -131,7 +132,7 @@ class ScriptedPort:
         part = ports.HealthPart(name=name, state=ports.HealthState.DRAINING, message="m")
         return ports.HealthReport(state=ports.HealthState.DRAINING, checks=(part,))
 
-    async def abort(self, request_id: str, *, caller: str) -> ports.AbortOutcome:
+    async def abort(self, request_id: str, *, caller: str | None) -> ports.AbortOutcome:
         self.aborted.append((request_id, caller))
         return ports.AbortOutcome.ALREADY_FINISHED
 
@@ -569,3 +570,48 @@ async def test_reflection_shows_inference_and_control_and_no_admin(server: Opene
     assert {"openengine.v1.Inference", "openengine.v1.Control"} <= names
     assert "openengine.v1.OpenEngineAdmin" not in names
     assert all(answer.HasField("error_response") for answer in answers[1:])
+
+
+# ---------------------------------------------------------------------------------------------- on the admin listener
+
+
+@pytest.mark.clause("AD-103", "AD-101")
+async def test_privileged_control_calls_live_on_the_admin_listener_under_permissions_of_their_own(
+    port: ScriptedPort, operations: ScriptedOperations, principals: PrincipalDirectory
+) -> None:
+    settings = ListenerSettings(address="127.0.0.1:0", stop_grace_s=0.2)
+    listener = admin_listener(operations, principals, settings, control=port)
+    everything = lifecycle_pb2.AbortRequest(all_requests=lifecycle_pb2.AllRequests())
+    async with listener.serving(), grpc.aio.insecure_channel(listener.address) as channel:
+        control: Any = openengine_pb2_grpc.ControlStub(channel)
+        for metadata, code in (
+            ((), grpc.StatusCode.UNAUTHENTICATED),
+            (bearer("operator"), grpc.StatusCode.PERMISSION_DENIED),
+        ):
+            async with refused(code):
+                await control.Abort(everything, metadata=metadata)
+            async with refused(code):
+                await control.LoadLora(lora_pb2.LoadLoraRequest(), metadata=metadata)
+        assert port.aborted == []
+        await control.Abort(everything, metadata=bearer("admin"))
+        await control.Abort(lifecycle_pb2.AbortRequest(request_id="r-9"), metadata=bearer("admin"))
+        assert port.aborted == [("*", ""), ("r-9", None)]
+        async with refused(grpc.StatusCode.UNIMPLEMENTED):
+            await control.LoadLora(lora_pb2.LoadLoraRequest(), metadata=bearer("admin"))
+        await control.GetLoad(server_pb2.GetLoadRequest(), metadata=bearer("viewer"))
+        inference: Any = openengine_pb2_grpc.InferenceStub(channel)
+        async with refused(grpc.StatusCode.UNIMPLEMENTED):
+            async for _ in inference.Generate(HELLO, metadata=bearer("admin")):
+                pass
+    assert operations.audited == [
+        ("operator", "ABORT", "PERMISSION_DENIED"),
+        ("operator", "LOAD_LORA", "PERMISSION_DENIED"),
+        ("admin", "ABORT", "ALLOWED"),
+        ("admin", "ABORT", "ALLOWED"),
+        ("admin", "LOAD_LORA", "ALLOWED"),
+    ]
+
+
+def test_every_control_rpc_has_a_permission_for_the_admin_listener() -> None:
+    methods = openengine_pb2.DESCRIPTOR.services_by_name["Control"].methods
+    assert set(CONTROL_METHODS) == {f"/openengine.v1.Control/{method.name}" for method in methods}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from iop.admin.codec import RecordCodec
 from iop.admin.enums import EngineRole
-from iop.api.grpc.interceptors import current_api_caller
+from iop.admin.permissions import Permission, Principal
+from iop.api.grpc.auth import ApiCaller
+from iop.api.grpc.interceptors import current_caller
 from iop.api.grpc.ports import AbortOutcome, ControlPort
 from iop.core.errors import InvalidRequest, PermissionDenied, Unsupported
 from iop.pb.openengine.v1 import (
@@ -20,9 +23,28 @@ from iop.pb.openengine.v1 import (
     server_pb2,
 )
 
-__all__ = ["CONTROL_SERVICE", "ControlService"]
+__all__ = ["CONTROL_METHODS", "CONTROL_SERVICE", "ControlService"]
 
 CONTROL_SERVICE: Final[str] = openengine_pb2.DESCRIPTOR.services_by_name["Control"].full_name
+
+CONTROL_METHODS: Final[Mapping[str, Permission | None]] = MappingProxyType(
+    {
+        f"/{CONTROL_SERVICE}/{rpc}": permission
+        for rpc, permission in {
+            "GetServerInfo": Permission.PROFILE,
+            "GetModelInfo": Permission.PROFILE,
+            "GetLoad": Permission.PROFILE,
+            "Health": Permission.PROFILE,
+            "Abort": Permission.ABORT,
+            "LoadLora": Permission.LORA,
+            "UnloadLora": Permission.LORA,
+            "ListLoras": Permission.PROFILE,
+            "GetKvEventSources": Permission.PROFILE,
+            "SubscribeKvEvents": Permission.PROFILE,
+        }.items()
+    }
+)
+"""Permission by full method name, where Control is served on an admin listener (AD-103)."""
 
 SCHEMA_REVISION: Final = 1
 """Revision of the core schema that this server speaks, and the oldest client revision it serves."""
@@ -40,12 +62,20 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
     Args:
         control: who knows.
         admin_profile_revision: revision of the admin profile that this server has on another listener; None: none.
-        is_privileged_allowed: the config turns the privileged calls on for this listener (AD-103).
+        is_privileged_allowed: this listener has the privileged calls: an admin listener, or a public one whose config
+            turns them on (AD-103).
+        audit: told of privileged calls by principals, with the RPC and the outcome's code (AD-101).
     """
 
     def __init__(
-        self, control: ControlPort, *, admin_profile_revision: int | None, is_privileged_allowed: bool = False
+        self,
+        control: ControlPort,
+        *,
+        admin_profile_revision: int | None,
+        is_privileged_allowed: bool = False,
+        audit: Callable[[Principal, str, str], Awaitable[None]] | None = None,
     ) -> None:
+        self._audit = audit
         self._control = control
         self._admin_profile_revision = admin_profile_revision
         self._is_privileged_allowed = is_privileged_allowed
@@ -90,11 +120,9 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
             case "request_id":
                 if not request.request_id:
                     raise _bad("request_id", "must not be empty")
-                outcome = await self._control.abort(request.request_id, caller=current_api_caller().name)
+                outcome = await self._abort_one(request.request_id)
             case "all_requests":
-                self._require_privilege(
-                    "Abort of all requests", "OpenEngineAdmin.Pause with PAUSE_MODE_ABORT"
-                )
+                await self._enter_privileged("Abort", "Abort of all requests on the admin listener")
                 count = await self._control.abort_all()
                 outcome = AbortOutcome.ABORTED if count else AbortOutcome.ALREADY_FINISHED
             case "kv_session":
@@ -106,14 +134,14 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
 
     async def LoadLora(self, request: lora_pb2.LoadLoraRequest, context: Any) -> lora_pb2.LoadLoraResponse:
         """Privileged (AD-103)."""
-        self._require_privilege("LoadLora", "LoadLora on the admin listener")
+        await self._enter_privileged("LoadLora", "LoadLora on the admin listener")
         raise _unsupported("lora")
 
     async def UnloadLora(
         self, request: lora_pb2.UnloadLoraRequest, context: Any
     ) -> lora_pb2.UnloadLoraResponse:
         """Privileged (AD-103)."""
-        self._require_privilege("UnloadLora", "UnloadLora on the admin listener")
+        await self._enter_privileged("UnloadLora", "UnloadLora on the admin listener")
         raise _unsupported("lora")
 
     async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Any) -> lora_pb2.ListLorasResponse:
@@ -132,13 +160,28 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
         """Not offered."""
         raise _unsupported("kv_events")
 
-    def _require_privilege(self, what: str, replacement: str) -> None:
+    async def _abort_one(self, request_id: str) -> AbortOutcome:
+        caller = current_caller()
+        if isinstance(caller, ApiCaller):
+            return await self._control.abort(request_id, caller=caller.name)
+        await self._note(caller, "Abort")
+        return await self._control.abort(request_id, caller=None)
+
+    async def _enter_privileged(self, rpc: str, replacement: str) -> None:
+        """Refuse where this listener has no privileged calls; note them where it has."""
         if not self._is_privileged_allowed:
             raise PermissionDenied(
-                f"{what} is privileged and off on this listener; use {replacement}.",
+                f"This call is privileged and off on this listener; use {replacement}.",
                 reason="PRIVILEGED_CALL",
                 details={"replacement": replacement},
             )
+        caller = current_caller()
+        if isinstance(caller, Principal):
+            await self._note(caller, rpc)
+
+    async def _note(self, principal: Principal, rpc: str) -> None:
+        if self._audit is not None:
+            await self._audit(principal, rpc, "ALLOWED")
 
 
 def _bad(field: str, rule: str) -> InvalidRequest:

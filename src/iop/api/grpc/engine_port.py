@@ -167,15 +167,17 @@ class EnginePort:
         worst = next((check for check in checks if check.state is not ports.HealthState.READY), checks[0])
         return ports.HealthReport(state=worst.state, checks=tuple(checks))
 
-    async def abort(self, request_id: str, *, caller: str) -> ports.AbortOutcome:
+    async def abort(self, request_id: str, *, caller: str | None) -> ports.AbortOutcome:
         """End one request of this caller; somebody else's is as unknown as one that never was (SF-23)."""
         live = self._live.get(request_id)
-        if live is not None and live.caller == caller:
-            live.is_aborted_by_caller = True
-            if self._engine.abort(request_id, message="aborted by its caller"):
+        if live is not None and caller in {None, live.caller}:
+            live.is_aborted_by_caller = caller is not None
+            message = "aborted by its caller" if caller is not None else "aborted by an operator"
+            if self._engine.abort(request_id, message=message):
                 return ports.AbortOutcome.ABORTED
             return ports.AbortOutcome.ALREADY_FINISHED
-        if self._finished.get(request_id) == caller:
+        owner = self._finished.get(request_id)
+        if owner is not None and caller in {None, owner}:
             return ports.AbortOutcome.ALREADY_FINISHED
         raise NotFound(
             "There is no such request of yours.",

@@ -29,6 +29,7 @@ __all__ = [
     "ErrorInterceptor",
     "authorize_by_table",
     "current_api_caller",
+    "current_caller",
     "current_principal",
 ]
 
@@ -61,6 +62,14 @@ def current_api_caller() -> ApiCaller:
     caller = _caller.get(None)
     if not isinstance(caller, ApiCaller):
         raise Internal("A public handler ran without a caller.")
+    return caller
+
+
+def current_caller() -> Principal | ApiCaller:
+    """The caller of the RPC that this task handles, for services that both kinds of listeners have."""
+    caller = _caller.get(None)
+    if caller is None:
+        raise Internal("A handler ran without a caller.")
     return caller
 
 

@@ -11,7 +11,7 @@ from iop.admin.permissions import Permission, Principal
 from iop.admin.profile import AdminLimits
 from iop.api.grpc.admin_service import ADMIN_METHODS, ADMIN_SERVICE, AdminOperations, AdminService, audit_name
 from iop.api.grpc.auth import ApiCaller, ApiKeyDirectory, PrincipalDirectory
-from iop.api.grpc.control_service import CONTROL_SERVICE, ControlService
+from iop.api.grpc.control_service import CONTROL_METHODS, CONTROL_SERVICE, ControlService
 from iop.api.grpc.health import HEALTH_SERVICE
 from iop.api.grpc.inference_service import INFERENCE_SERVICE, InferenceService
 from iop.api.grpc.interceptors import AuthInterceptor, ErrorInterceptor, authorize_by_table
@@ -27,6 +27,9 @@ HEALTH_METHODS: Final = f"/{HEALTH_SERVICE}/"
 REFLECTION_METHOD: Final = f"/{REFLECTION_SERVICE}/ServerReflectionInfo"
 
 
+ADMIN_PROFILE_REVISION: Final = 1
+"""What GetServerInfo tells of OpenEngineAdmin: the revision of its profile (AD-50)."""
+
 OnEnded: TypeAlias = Callable[[str, str, float], None]
 
 
@@ -40,39 +43,71 @@ def admin_listener(
     principals: PrincipalDirectory,
     settings: ListenerSettings,
     *,
+    control: ControlPort | None = None,
     on_ended: OnEnded | None = None,
 ) -> GrpcListener:
     """OpenEngineAdmin with its health and reflection.
 
     Health answers without credential; reflection needs what a viewer has (AD-03).
+
+    Args:
+        operations: the operation core.
+        principals: who may do what.
+        settings: where to listen; raise its receive limit to `admin_receive_bytes_max`.
+        control: serve Control here too, under permissions of its own: the privileged calls live here (AD-103).
+        on_ended: told of each call's method, status and seconds; see `iop.api.grpc.rpc_metrics`.
     """
-    service = AdminService(operations)
+    admin_service = AdminService(operations)
+
+    def register_admin(server: grpc.aio.Server) -> None:
+        admin_pb2_grpc.add_OpenEngineAdminServicer_to_server(admin_service, server)
+
+    services = [
+        GrpcService(
+            name=ADMIN_SERVICE,
+            file=admin_pb2.DESCRIPTOR,
+            register=register_admin,
+            is_serving=lambda: operations.is_serving,
+        )
+    ]
+    if control is not None:
+        services.append(_privileged_control(operations, control))
 
     async def audit_refusal(principal: Principal, method: str, error: IopError) -> None:
         await operations.audit(principal, audit_name(method), outcome=error.reason)
 
-    def register(server: grpc.aio.Server) -> None:
-        admin_pb2_grpc.add_OpenEngineAdminServicer_to_server(service, server)
-
+    permissions = {**ADMIN_METHODS, **CONTROL_METHODS, REFLECTION_METHOD: Permission.PROFILE}
     return GrpcListener(
-        [
-            GrpcService(
-                name=ADMIN_SERVICE,
-                file=admin_pb2.DESCRIPTOR,
-                register=register,
-                is_serving=lambda: operations.is_serving,
-            )
-        ],
+        services,
         interceptors=(
             ErrorInterceptor(on_ended=on_ended),
             AuthInterceptor(
                 authenticator=principals,
-                authorize=authorize_by_table({**ADMIN_METHODS, REFLECTION_METHOD: Permission.PROFILE}),
+                authorize=authorize_by_table(permissions),
                 public=frozenset({HEALTH_METHODS}),
                 on_refused=audit_refusal,
             ),
         ),
         settings=settings,
+    )
+
+
+def _privileged_control(operations: AdminOperations, control: ControlPort) -> GrpcService:
+    async def audit(principal: Principal, rpc: str, outcome: str) -> None:
+        await operations.audit(principal, audit_name(rpc), outcome=outcome)
+
+    service = ControlService(
+        control, admin_profile_revision=ADMIN_PROFILE_REVISION, is_privileged_allowed=True, audit=audit
+    )
+
+    def register(server: grpc.aio.Server) -> None:
+        openengine_pb2_grpc.add_ControlServicer_to_server(service, server)
+
+    return GrpcService(
+        name=CONTROL_SERVICE,
+        file=openengine_pb2.DESCRIPTOR,
+        register=register,
+        is_serving=lambda: operations.is_serving,
     )
 
 
@@ -82,7 +117,7 @@ def inference_listener(
     keys: ApiKeyDirectory,
     settings: ListenerSettings,
     *,
-    admin_profile_revision: int | None = 1,
+    admin_profile_revision: int | None = ADMIN_PROFILE_REVISION,
     is_privileged_allowed: bool = False,
     on_ended: OnEnded | None = None,
 ) -> GrpcListener:

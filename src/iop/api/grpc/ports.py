@@ -510,8 +510,8 @@ class ControlPort(Protocol):
         """
         ...
 
-    async def abort(self, request_id: str, *, caller: str) -> AbortOutcome:
-        """End one request of this caller.
+    async def abort(self, request_id: str, *, caller: str | None) -> AbortOutcome:
+        """End one request of this caller; None: of anybody, for an operator.
 
         Raises:
             NotFound: unknown, or somebody else's.
