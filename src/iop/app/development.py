@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import yaml
 
@@ -31,7 +31,11 @@ __all__ = [
 
 NODE_ID: Final = "local"
 ADAPTER_NAME: Final = "engine"
-ROLES: Final = ("viewer", "operator", "admin")
+ROLES: Final[tuple[Literal["viewer"], Literal["operator"], Literal["admin"]]] = (
+    "viewer",
+    "operator",
+    "admin",
+)
 
 SHUTDOWN_GRACE_S: Final = 5
 """A person who pressed Ctrl-C waits for running streams no longer than this."""

@@ -45,7 +45,7 @@ from iop.obs import Metrics
 from iop.store.journal import SqlJournal
 from iop.wire.session import SessionSettings
 
-__all__ = ["edge_role"]
+__all__ = ["edge_role", "operation_ids", "running_core"]
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class _Served:
             ),
             driver=self.edge.participants,
             clock=self._clock,
-            new_id=_operation_ids(),
+            new_id=operation_ids(),
             owner=process_owner("edge"),
         )
         self.edge.participants.attach(self._core.participants_changed)
@@ -291,6 +291,7 @@ def _run_ids() -> Callable[[], RunId]:
     return lambda: RunId(make())
 
 
-def _operation_ids() -> Callable[[], OperationId]:
+def operation_ids() -> Callable[[], OperationId]:
+    """Ids of admin operations, unique over restarts."""
     make = id_maker("op")
     return lambda: OperationId(make())
