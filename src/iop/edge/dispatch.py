@@ -145,6 +145,7 @@ class Dispatcher:
             priority=max(PRIORITY_MIN, min(PRIORITY_MAX, request.priority)),
             session=request.session,
             preferred_provider=request.preferred_provider,
+            number=self.pools.new_number(),
         )
         if len(model.members) <= EXPLAINED_CANDIDATES_MAX:
             record.candidates = tuple(self.pools.explain(demand, now=now))
@@ -166,7 +167,7 @@ class Dispatcher:
                     lost = Unavailable("the provider's Node was lost", reason="node_lost", retry_after_s=1.0)
                     raise self._reject(record, lost)
                 handle.demand = replace(handle.demand, run_id=self._new_run_id())
-                answer = self.pools.acquire_again(handle.demand, handle.number, now=self._loop.time())
+                answer = self.pools.acquire_again(handle.demand, now=self._loop.time())
 
     def record_rejection(self, request_id: RequestId, model: str, reason: str, *, caller: str = "") -> None:
         """Record a request that a surface refused before dispatch, for ``iop explain`` (EN-112)."""
@@ -392,11 +393,11 @@ class Dispatcher:
         self._waiting.pop(waiter, None)
         self.pools.cancel_wait(waiter)
 
-    def seek_again(self, handle: DispatchHandle, tried: frozenset[ProviderKey], number: int) -> None:
+    def seek_again(self, handle: DispatchHandle, tried: frozenset[ProviderKey]) -> None:
         """Find another lease for a repeated request, without its caller noticing; with a new run id (EN-118)."""
         self.repeats_total += 1
         handle.demand = replace(handle.demand, run_id=self._new_run_id(), tried=tried)
-        answer = self.pools.acquire_again(handle.demand, number, now=self._loop.time())
+        answer = self.pools.acquire_again(handle.demand, now=self._loop.time())
         self._continue(handle, answer)
 
     # ---- inner ----

@@ -97,7 +97,7 @@ class Shell(Protocol):
         """A waiter's request ended."""
         ...
 
-    def seek_again(self, handle: DispatchHandle, tried: frozenset[ProviderKey], number: int) -> None:
+    def seek_again(self, handle: DispatchHandle, tried: frozenset[ProviderKey]) -> None:
         """Find another lease for a repeated request."""
         ...
 
@@ -126,7 +126,6 @@ class DispatchHandle:
         "attempts",
         "demand",
         "limits",
-        "number",
         "phase",
         "queue_ms",
         "queue_position",
@@ -152,7 +151,6 @@ class DispatchHandle:
         self._frozen_s = 0.0
         self._is_truncated = False
         self.attempts = 0
-        self.number = 0
         self._tried: frozenset[ProviderKey] = frozenset()
         self._waiter: WaiterId | None = None
         self.request = request
@@ -339,7 +337,7 @@ class DispatchHandle:
         self.phase = Phase.WAITING
         self._queued_at = self._shell.now()
         self._tried |= {tried}
-        self._shell.seek_again(self, self._tried, self.number)
+        self._shell.seek_again(self, self._tried)
 
     @property
     def may_try_again(self) -> bool:
@@ -349,7 +347,6 @@ class DispatchHandle:
     def waits_as(self, waiting: Waiting) -> None:
         """It stands in the queue."""
         self._waiter = waiting.waiter
-        self.number = self.number or waiting.waiter
         self.queue_position = waiting.position
 
     def waits_no_more(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from iop.core.ids import Generation, ModelId, NodeId, RequestId, RunId
@@ -171,8 +173,12 @@ def test_a_request_that_returns_from_a_failed_attempt_goes_before_all_others():
     up(pools)
     lease = take(pools)
     waiting = wait(pools)
-    again = pools.acquire_again(demand(), 0, now=1.0)
-    assert granted(pools.release(lease, Verdict.NEUTRAL, now=2.0)) == [again.waiter]
+    early, late = replace(demand(), number=3), replace(demand(), number=8)
+    second = pools.acquire_again(late, now=1.0)
+    first = pools.acquire_again(early, now=1.0)
+    (grant,) = pools.release(lease, Verdict.NEUTRAL, now=2.0)
+    assert grant.waiter == first.waiter, "among the returning, the earlier arrival first"
+    assert granted(pools.release(grant.lease, Verdict.NEUTRAL, now=2.0)) == [second.waiter]
     assert pools.is_waiting(waiting)
 
 

@@ -119,10 +119,16 @@ class Pools:
         self._where: dict[WaiterId, tuple[ModelId, ClassKey]] = {}
         self._affinities = Affinities()
         self._next_waiter = 0
+        self._next_number = 0
         self._picks = 0
         self.apply_snapshot(snapshot, now=now)
 
     # ---- demands ----
+
+    def new_number(self) -> int:
+        """The next order of arrival, for a new request's demands."""
+        self._next_number += 1
+        return self._next_number
 
     def acquire(self, demand: Demand, *, now: float) -> Lease | Waiting | Refusal:
         """Take a lease at once, or wait, or hear why neither."""
@@ -144,7 +150,7 @@ class Pools:
             return self._refusal(model, RefusalReason.QUEUE_FULL)
         return self._enqueue(queue, key, demand, condition, now)
 
-    def acquire_again(self, demand: Demand, number: int, *, now: float) -> Lease | Waiting | Refusal:
+    def acquire_again(self, demand: Demand, *, now: float) -> Lease | Waiting | Refusal:
         """As :meth:`acquire` for a request whose attempt provably never reached its Node (EN-112).
 
         It goes before all others of its priority and is not refused for a full queue: it had its place already.
@@ -159,7 +165,7 @@ class Pools:
         condition = self._condition(model.id, key, now)
         if condition is Condition.REJECTING:
             return self._refusal(model, RefusalReason.PAUSED)
-        return self._enqueue(self._queues[model.id], key, demand, condition, now, number=number)
+        return self._enqueue(self._queues[model.id], key, demand, condition, now, is_returning=True)
 
     def cancel_wait(self, waiter: WaiterId) -> bool:
         """A waiter's caller left: it is gone at once (EN-110). False when it was not waiting any more."""
@@ -511,20 +517,15 @@ class Pools:
         condition: Condition,
         now: float,
         *,
-        number: int | None = None,
+        is_returning: bool = False,
     ) -> Waiting:
         self._next_waiter += 1
         waiter_id = WaiterId(self._next_waiter)
         priority = max(PRIORITY_MIN, min(PRIORITY_MAX, demand.priority))
-        if priority != demand.priority:
-            demand = replace(demand, priority=priority)
-        waiter = Waiter(
-            id=waiter_id,
-            number=waiter_id if number is None else number,
-            demand=demand,
-            entered_at=now,
-        )
-        lane, ahead = queue.add(waiter, key, now, is_returning=number is not None)
+        if priority != demand.priority or not demand.number:
+            demand = replace(demand, priority=priority, number=demand.number or self.new_number())
+        waiter = Waiter(id=waiter_id, demand=demand, entered_at=now)
+        lane, ahead = queue.add(waiter, key, now, is_returning=is_returning)
         lane.set_condition(condition, now)
         self._where[waiter_id] = (demand.model, key)
         return Waiting(waiter=waiter_id, position=ahead)
@@ -652,7 +653,7 @@ class Pools:
                 head = lane.head()
                 if head is None or not self._has_room(provider, key, now):
                     continue
-                rank = (-head.demand.priority, head.number)
+                rank = (-head.demand.priority, head.demand.number)
                 if key.is_long not in best or rank < best[key.is_long][0]:
                     best[key.is_long] = (rank, model_id, key, head)
         if not best:

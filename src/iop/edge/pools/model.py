@@ -22,6 +22,7 @@ class Demand:
     Attributes:
         run_id: of the attempt that will run under the lease (EN-118).
         is_long: needs a long slot as well (EN-111).
+        number: order of arrival at the Edge, from ``Pools.new_number``; kept over all attempts of a request.
         tried: providers at which earlier attempts of the request failed; others go first.
     """
 
@@ -33,6 +34,7 @@ class Demand:
     priority: int = 0
     session: str = ""
     preferred_provider: str = ""
+    number: int = 0
     tried: frozenset[ProviderKey] = frozenset()
 
 

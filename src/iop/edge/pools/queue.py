@@ -46,17 +46,44 @@ class Waiter:
     """One waiting demand.
 
     Attributes:
-        number: order of first arrival at the Edge; kept when a dispatch attempt is repeated.
         entered_at: when it began to wait, this time.
         contended_s, paused_s: the class clocks at that time.
     """
 
     id: WaiterId
-    number: int
     demand: Demand
     entered_at: float
     contended_s: float = 0.0
     paused_s: float = 0.0
+
+
+class _Lane:
+    """The waiters of one class and priority: those that return from a failed attempt first, then first come.
+
+    The returning ones keep their order of arrival among themselves; they are few, as many as attempts fail at once.
+    """
+
+    __slots__ = ("_fresh", "_returning")
+
+    def __init__(self) -> None:
+        self._returning: list[Waiter] = []
+        self._fresh: OrderedDict[WaiterId, Waiter] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._returning) + len(self._fresh)
+
+    def add(self, waiter: Waiter, *, is_returning: bool) -> None:
+        if is_returning:
+            insort(self._returning, waiter, key=lambda other: other.demand.number)
+        else:
+            self._fresh[waiter.id] = waiter
+
+    def head(self) -> Waiter:
+        return self._returning[0] if self._returning else next(iter(self._fresh.values()))
+
+    def remove(self, waiter_id: WaiterId) -> None:
+        if self._fresh.pop(waiter_id, None) is None:
+            self._returning = [waiter for waiter in self._returning if waiter.id != waiter_id]
 
 
 class WaitClass:
@@ -80,7 +107,7 @@ class WaitClass:
         self._contended_s = 0.0
         self._paused_s = 0.0
         self._arrivals: OrderedDict[WaiterId, Waiter] = OrderedDict()
-        self._by_priority: dict[int, OrderedDict[WaiterId, Waiter]] = {}
+        self._by_priority: dict[int, _Lane] = {}
         self._priorities: list[int] = []
 
     def __len__(self) -> int:
@@ -108,22 +135,18 @@ class WaitClass:
         priority = waiter.demand.priority
         lane = self._by_priority.get(priority)
         if lane is None:
-            lane = self._by_priority[priority] = OrderedDict()
+            lane = self._by_priority[priority] = _Lane()
             insort(self._priorities, priority)
         ahead = sum(len(self._by_priority[p]) for p in self._priorities if p >= priority)
-        lane[waiter.id] = waiter
+        lane.add(waiter, is_returning=is_returning)
         self._arrivals[waiter.id] = waiter
-        if is_returning:
-            lane.move_to_end(waiter.id, last=False)
-            return 0
-        return ahead
+        return 0 if is_returning else ahead
 
     def head(self) -> Waiter | None:
         """Who is next: highest priority, then first come."""
         if not self._priorities:
             return None
-        lane = self._by_priority[self._priorities[-1]]
-        return next(iter(lane.values()))
+        return self._by_priority[self._priorities[-1]].head()
 
     def remove(self, waiter_id: WaiterId) -> Waiter | None:
         """Take one waiter out, wherever it stands."""
@@ -132,8 +155,8 @@ class WaitClass:
             return None
         priority = waiter.demand.priority
         lane = self._by_priority[priority]
-        del lane[waiter_id]
-        if not lane:
+        lane.remove(waiter_id)
+        if not len(lane):
             del self._by_priority[priority]
             self._priorities.remove(priority)
         return waiter
