@@ -21,6 +21,7 @@ from iop.edge.calls import Outcome, ProviderKey, Route
 from iop.edge.edge import Edge
 from iop.edge.snapshot import (
     AdapterSpec,
+    BreakerSpec,
     DispatchLimits,
     EdgeSnapshot,
     ModelSpec,
@@ -132,6 +133,7 @@ def snapshot(endpoint: str, *, capacity: int, **model: object) -> EdgeSnapshot:
         },
         models={ModelId("fast"): replace(fast, **model)},  # type: ignore[arg-type]  # fields by name
         limits=DispatchLimits(first_byte_timeout_s=5.0, total_timeout_s=30.0),
+        breaker=BreakerSpec(failures=10_000),  # providers fail on purpose here
     )
 
 
