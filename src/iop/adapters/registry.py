@@ -8,20 +8,37 @@ from typing import Final
 
 from iop.adapters.base import Adapter, AdapterServices
 from iop.adapters.openai_compat import OpenAICompatAdapter
+from iop.adapters.openengine.adapter import OpenEngineAdapter
+from iop.adapters.openengine.control import OpenEngineControl
 from iop.core.errors import Unsupported
-from iop.wire.messages import AdapterConfig
+from iop.wire.messages import AdapterConfig, OpenEngineSettings
 
 AdapterFactory = Callable[[AdapterConfig, AdapterServices], Adapter]
 """Makes one adapter; raises InvalidRequest when the config cannot work."""
 
 
+def _control(config: AdapterConfig, services: AdapterServices) -> OpenEngineControl | None:
+    """The engine's own OpenEngineAdmin, where the config names one, whatever the adapter's type."""
+    settings = config.engine_control
+    if settings is None and isinstance(config.settings, OpenEngineSettings):
+        settings = config.settings
+    if settings is None or not settings.admin_target:
+        return None
+    return OpenEngineControl(settings, services)
+
+
 def _openai_compat(config: AdapterConfig, services: AdapterServices) -> Adapter:
-    return OpenAICompatAdapter(config, services)
+    return OpenAICompatAdapter(config, services, control=_control(config, services))
+
+
+def _openengine(config: AdapterConfig, services: AdapterServices) -> Adapter:
+    return OpenEngineAdapter(config, services, control=_control(config, services))
 
 
 ADAPTERS: Final[Mapping[str, AdapterFactory]] = MappingProxyType(
     {
         "openai_compat": _openai_compat,
+        "openengine": _openengine,
         "vllm": _openai_compat,
         "sglang": _openai_compat,
         "trtllm": _openai_compat,

@@ -1,0 +1,228 @@
+"""The adapter for engines that speak OpenEngine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import grpc
+
+from iop.adapters.base import (
+    AdapterCapabilities,
+    AdapterServices,
+    AdapterSnapshot,
+    Category,
+    EngineControl,
+    Health,
+    RunStream,
+    TunnelStream,
+)
+from iop.adapters.http_tunnel import refuse_tunnel
+from iop.adapters.openengine.channel import bearer, connect, error_of, open_channel
+from iop.adapters.openengine.runs import GenerateRun
+from iop.admin.participant import ProgressSink
+from iop.admin.profile import ParticipantInfo
+from iop.admin.steps import ParticipantReadBack, StepCall, StepResult
+from iop.core.errors import InvalidRequest, IopError, Unsupported
+from iop.core.ids import ParticipantId, SessionId
+from iop.pb.openengine.v1 import lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
+from iop.wire.messages import AdapterConfig, OpenEngineSettings, StreamErrorCode
+
+_log = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S: Final = 5.0
+"""Each question of a probe is answered from memory."""
+
+_HEALTH: Final = {
+    lifecycle_pb2.HEALTH_STATE_READY: Health.READY,
+    lifecycle_pb2.HEALTH_STATE_DEGRADED: Health.DEGRADED,
+    lifecycle_pb2.HEALTH_STATE_DRAINING: Health.DRAINING,
+    lifecycle_pb2.HEALTH_STATE_STARTING: Health.NOT_READY,
+    lifecycle_pb2.HEALTH_STATE_NOT_READY: Health.NOT_READY,
+}
+
+
+class OpenEngineAdapter:
+    """One OpenEngine engine.
+
+    Args:
+        config: its adapter config; settings name the Inference and Control listener.
+        services: the Node's change signal.
+        control: the engine's OpenEngineAdmin, when the config names one.
+
+    Raises:
+        InvalidRequest: the config cannot work; names key and fix.
+    """
+
+    def __init__(
+        self, config: AdapterConfig, services: AdapterServices, *, control: EngineControl | None = None
+    ) -> None:
+        settings = config.settings
+        if not isinstance(settings, OpenEngineSettings) or not settings.target:
+            raise InvalidRequest(
+                f"adapter {config.name!r}: type openengine needs `openengine: HOST:PORT`", reason="NO_TARGET"
+            )
+        self._config = config
+        self._settings = settings
+        self._services = services
+        self._control = control
+        self._channel: grpc.aio.Channel | None = None
+        self._health = Health.UNKNOWN
+        self._reason = "not probed yet"
+        self._models: tuple[str, ...] = ()
+        self._engine_version = ""
+        self._in_flight: int | None = None
+        self._queued: int | None = None
+        self._formats: frozenset[str] = frozenset()
+
+    @property
+    def capabilities(self) -> AdapterCapabilities:
+        """Runs always; admin where an admin listener is configured."""
+        return AdapterCapabilities(
+            kind=self._config.type,
+            category=Category.LOCAL_INFERENCE,
+            runs=True,
+            admin=self._control is not None,
+            admin_refusal=""
+            if self._control is not None
+            else f"adapter {self._config.name!r} names no `admin` listener of its engine",
+        )
+
+    def snapshot(self) -> AdapterSnapshot:
+        """From the last probe and the runs since."""
+        return AdapterSnapshot(
+            health=self._health,
+            reason=self._reason,
+            models=self._models,
+            weight_version=self._control.weight_version() if self._control is not None else "",
+            engine_version=self._engine_version,
+            engine_in_flight=self._in_flight,
+            engine_queued=self._queued,
+        )
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Open the channels; they connect when first used."""
+        self._channel = open_channel(self._settings.target, ca_pem=self._settings.tls_ca_pem)
+        if self._control is not None:
+            await self._control.start(tasks)
+
+    async def aclose(self) -> None:
+        """Close the channels; calls under way end as cancelled."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(None)
+        if self._control is not None:
+            await self._control.aclose()
+
+    async def probe(self) -> None:
+        """Ask for identity, models, health and load."""
+        try:
+            await self._ask()
+        except IopError as exc:
+            self._observe(Health.OFFLINE, exc.message)
+        if self._control is not None:
+            await self._control.probe()
+
+    def open_tunnel(self, stream: TunnelStream, on_done: Callable[[], None]) -> None:
+        """Not offered: these engines speak gRPC."""
+        refuse_tunnel(
+            stream, StreamErrorCode.INVALID_REQUEST, "providers of type openengine serve runs, not tunnels"
+        )
+        on_done()
+
+    async def run(self, stream: RunStream) -> None:
+        """One Generate call (EN-40)."""
+        if self._channel is None:
+            raise Unsupported("the adapter is closed")
+        run = GenerateRun(stream, self._channel, api_key=self._settings.api_key, formats=self._formats)
+        await run.drive()
+        if run.reached_engine is False:
+            self._observe(Health.OFFLINE, "the engine cannot be reached")
+        elif run.reached_engine and self._health is Health.OFFLINE:
+            self._observe(Health.READY, "")
+
+    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
+        """From the control interface, where there is one."""
+        if self._control is None:
+            refuse_tunnel(stream, StreamErrorCode.INVALID_REQUEST, "this provider has no artifacts")
+            on_done()
+            return
+        self._control.open_artifact(uri, stream, on_done)
+
+    async def terminate_session(self, session_id: SessionId) -> None:
+        """Nothing to end: a session is only a routing key here."""
+
+    def participants(self) -> Sequence[ParticipantInfo]:
+        """The engine's ranks."""
+        return self._control.participants() if self._control is not None else ()
+
+    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
+        """By OpenEngineAdmin. Raises Unsupported where none is configured."""
+        if self._control is None:
+            raise Unsupported(self.capabilities.admin_refusal, reason="NO_ADMIN")
+        return await self._control.execute_step(call, report)
+
+    async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
+        """By OpenEngineAdmin; without one nobody can be asked."""
+        if self._control is None:
+            return [ParticipantReadBack(participant_id=each, reachable=False) for each in participant_ids]
+        return await self._control.read_back(participant_ids)
+
+    async def _ask(self) -> None:
+        channel = self._channel
+        if channel is None:
+            return
+        await connect(channel)
+        stub: Any = openengine_pb2_grpc.ControlStub(channel)
+        metadata = bearer(self._settings.api_key)
+        try:
+            info = await stub.GetServerInfo(
+                server_pb2.GetServerInfoRequest(), metadata=metadata, timeout=PROBE_TIMEOUT_S
+            )
+            health = await stub.Health(
+                lifecycle_pb2.HealthRequest(), metadata=metadata, timeout=PROBE_TIMEOUT_S
+            )
+            load = await stub.GetLoad(server_pb2.GetLoadRequest(), metadata=metadata, timeout=PROBE_TIMEOUT_S)
+            self._formats = await self._read_formats(stub, metadata)
+        except grpc.aio.AioRpcError as exc:
+            raise error_of(exc) from exc
+        self._models = tuple(name[:256] for name in info.supported_models[:1024])
+        self._engine_version = f"{info.engine_name} {info.engine_version}"[:128].strip()
+        self._in_flight = load.running_requests if load.HasField("running_requests") else None
+        self._queued = load.queued_requests if load.HasField("queued_requests") else None
+        words = next((check.message for check in health.checks if check.message), "")
+        self._observe(_HEALTH.get(health.state, Health.UNKNOWN), words[:256])
+
+    @staticmethod
+    async def _read_formats(stub: Any, metadata: tuple[tuple[str, str], ...]) -> frozenset[str]:
+        """Prompt formats that the engine renders itself; an engine with several models tells them per
+        model.
+        """
+        try:
+            model = await stub.GetModelInfo(
+                model_pb2.GetModelInfoRequest(), metadata=metadata, timeout=PROBE_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as exc:
+            if exc.code() in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT}:
+                return frozenset()
+            raise
+        if "prompt_formats" not in model.extra:
+            return frozenset()
+        formats = model.extra["prompt_formats"]
+        return frozenset(str(each) for each in formats) if not isinstance(formats, str) else frozenset()
+
+    def _observe(self, health: Health, reason: str) -> None:
+        if (health, reason) == (self._health, self._reason):
+            return
+        _log.info(
+            "adapter.health_changed adapter=%s from=%s to=%s reason=%s",
+            self._config.name,
+            self._health.value,
+            health.value,
+            reason,
+        )
+        self._health = health
+        self._reason = reason
+        self._services.on_change()

@@ -1,0 +1,198 @@
+"""The RPCs of an engine's OpenEngineAdmin that steps need; a mutation is followed to its terminal event."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import grpc
+
+from iop.adapters.openengine.channel import END_OF_CALL, bearer, connect, error_of
+from iop.admin.codec import RecordCodec
+from iop.admin.profile import AdminProfile
+from iop.admin.requests import (
+    FlushCachesRequest,
+    MutationRequest,
+    PauseRequest,
+    ReconfigureServingRequest,
+    ReleaseResourcesRequest,
+    RestoreResourcesRequest,
+    ResumeRequest,
+    StartProfileRequest,
+    StopProfileRequest,
+    UpdateWeightsRequest,
+)
+from iop.admin.results import (
+    AdminError,
+    AdminOperation,
+    AdminOperationEvent,
+    OperationCancelled,
+    OperationCompleted,
+    OperationFailed,
+    OperationPlan,
+    OperationProgress,
+    OperationResult,
+    StartProfileResult,
+    StopProfileResult,
+)
+from iop.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    PreconditionFailed,
+    RemoteProtocolError,
+    Unavailable,
+)
+from iop.pb.openengine.v1 import admin_pb2 as pb
+from iop.pb.openengine.v1 import admin_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+READ_TIMEOUT_S: Final = 5.0
+"""Profiles and operations are answered from memory or one query."""
+
+REATTACH_DELAY_S: Final = 0.5
+"""Between attempts to follow a mutation whose stream broke; the step's own time bounds them all."""
+
+_STREAMING: Final[Mapping[type, tuple[str, Callable[[], Any]]]] = MappingProxyType(
+    {
+        FlushCachesRequest: ("FlushCaches", pb.FlushCachesRequest),
+        PauseRequest: ("Pause", pb.PauseRequest),
+        ResumeRequest: ("Resume", pb.ResumeRequest),
+        ReleaseResourcesRequest: ("ReleaseResources", pb.ReleaseResourcesRequest),
+        RestoreResourcesRequest: ("RestoreResources", pb.RestoreResourcesRequest),
+        UpdateWeightsRequest: ("UpdateWeights", pb.UpdateWeightsRequest),
+        ReconfigureServingRequest: ("ReconfigureServing", pb.ReconfigureServingRequest),
+    }
+)
+
+
+class OperationFailedError(Exception):
+    """The engine accepted a mutation and ended it without success."""
+
+    def __init__(self, error: AdminError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class AdminRpc:
+    """One engine's admin listener.
+
+    Args:
+        channel: to it; owned by the caller.
+        token: bearer token; empty: none.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel = channel
+        self._stub: Any = admin_pb2_grpc.OpenEngineAdminStub(channel)
+        self._metadata = bearer(token)
+        self._codec = RecordCodec(error=RemoteProtocolError, is_lenient=True)
+
+    async def profile(self) -> AdminProfile:
+        """GetAdminProfile. Raises as every call here: typed by status; Unavailable when nobody answers."""
+        return self._codec.decode(
+            await self._unary("GetAdminProfile", pb.GetAdminProfileRequest()), AdminProfile
+        )
+
+    async def operation(self, operation_id: str) -> AdminOperation:
+        """GetOperation."""
+        request = pb.GetAdminOperationRequest(operation_id=operation_id)
+        return self._codec.decode(await self._unary("GetOperation", request), AdminOperation)
+
+    async def start_profile(self, request: StartProfileRequest) -> StartProfileResult:
+        """StartProfile; a repetition with the same key answers the same."""
+        message = self._codec.encode(request, pb.StartProfileRequest())
+        return self._codec.decode(await self._unary("StartProfile", message), StartProfileResult)
+
+    async def stop_profile(self, request: StopProfileRequest, *, timeout_s: float) -> StopProfileResult:
+        """StopProfile; writing traces may take minutes."""
+        message = self._codec.encode(request, pb.StopProfileRequest())
+        answer = await self._unary("StopProfile", message, timeout_s=timeout_s)
+        return self._codec.decode(answer, StopProfileResult)
+
+    async def plan(self, request: MutationRequest) -> OperationPlan:
+        """A dry run (`validate_only`); its blockers say why the mutation would be refused."""
+        rpc, message_type = _STREAMING[type(request)]
+        call = getattr(self._stub, rpc)(self._codec.encode(request, message_type()), metadata=self._metadata)
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S * 4):
+                event = await call.read()
+            if event is END_OF_CALL or not event.HasField("plan"):
+                raise RemoteProtocolError("the engine answered a dry run without a plan", reason="NO_PLAN")
+            return self._codec.decode(event.plan, OperationPlan)
+        except grpc.aio.AioRpcError as exc:
+            raise error_of(exc) from exc
+        except TimeoutError as exc:
+            raise DeadlineExceeded("the engine did not answer a dry run in time") from exc
+        finally:
+            call.cancel()
+
+    async def mutate(
+        self, request: MutationRequest, on_progress: Callable[[OperationProgress], None]
+    ) -> OperationResult:
+        """Ask for a mutation and follow it to its end, over as many streams as that takes.
+
+        A broken stream leaves the mutation running (AD-22): the same request with the same key attaches
+        again. The caller bounds the whole by its own timeout.
+
+        Raises:
+            OperationFailedError: accepted, and ended without success.
+            IopError: refused before acceptance, by its status; Unavailable only when nothing can have been
+            accepted.
+        Cancellation: safe; the mutation goes on at the engine.
+        """
+        rpc, message_type = _STREAMING[type(request)]
+        message = self._codec.encode(request, message_type())
+        was_sent = False
+        while True:
+            try:
+                await connect(self._channel)
+                was_sent = True
+                return await self._follow(rpc, message, on_progress)
+            except grpc.aio.AioRpcError as exc:
+                error = error_of(exc)
+                if not isinstance(error, Unavailable | Cancelled | DeadlineExceeded):
+                    raise error from exc
+                _log.info("engine_admin.stream_broken rpc=%s reason=%s", rpc, error.message)
+            except Unavailable:
+                if not was_sent:
+                    raise
+            await asyncio.sleep(REATTACH_DELAY_S)
+
+    async def _follow(
+        self, rpc: str, message: Any, on_progress: Callable[[OperationProgress], None]
+    ) -> OperationResult:
+        call = getattr(self._stub, rpc)(message, metadata=self._metadata)
+        try:
+            while True:
+                raw = await call.read()
+                if raw is END_OF_CALL:
+                    raise RemoteProtocolError(
+                        "the engine ended an operation's stream without its end", reason="NO_TERMINAL_EVENT"
+                    )
+                event = self._codec.decode(raw, AdminOperationEvent).event
+                match event:
+                    case OperationCompleted(result=result):
+                        return result
+                    case OperationFailed(error=error):
+                        raise OperationFailedError(error)
+                    case OperationCancelled(reason=reason):
+                        raise PreconditionFailed(
+                            f"the engine's operation was called off: {reason}"[:512], reason="CALLED_OFF"
+                        )
+                    case OperationProgress():
+                        on_progress(event)
+                    case _:
+                        pass
+        finally:
+            call.cancel()
+
+    async def _unary(self, rpc: str, message: Any, *, timeout_s: float = READ_TIMEOUT_S) -> Any:
+        await connect(self._channel)
+        try:
+            return await getattr(self._stub, rpc)(message, metadata=self._metadata, timeout=timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            raise error_of(exc) from exc

@@ -1,0 +1,532 @@
+"""Admin steps carried to an engine's own OpenEngineAdmin, each read back from its profile (AD-36, AD-37).
+
+The engine's ranks are the participants. The engine has epochs of its own: what we paused is found again,
+also after a restart of this process, by the key of the engine's operation that made the pause, since every
+key of ours has the form ``operation/step``. A pause that somebody else made on the engine's own port is
+never ended by us; it shows in the read-back and the step fails, which is what the operation core needs to
+know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import grpc
+
+from iop.adapters.base import AdapterServices, TunnelStream
+from iop.adapters.http_tunnel import refuse_tunnel
+from iop.adapters.openengine import steps
+from iop.adapters.openengine.admin_rpc import AdminRpc, OperationFailedError
+from iop.adapters.openengine.channel import bearer, connect, error_of, open_channel
+from iop.admin.enums import AdminErrorCode, AdminOperationKind, PauseMode
+from iop.admin.participant import ProgressSink
+from iop.admin.profile import ActivePause, AdminProfile, ParticipantInfo
+from iop.admin.requests import (
+    FlushCachesRequest,
+    MutationRequest,
+    PauseRequest,
+    ReconfigureServingRequest,
+    ReleaseResourcesRequest,
+    StartProfileRequest,
+    StopProfileRequest,
+)
+from iop.admin.results import (
+    AdminError,
+    ChangeResult,
+    OperationProgress,
+    OperationResult,
+    ReconfigureServingResult,
+    RestoreResourcesResult,
+    ResumeResult,
+    StopProfileResult,
+)
+from iop.admin.steps import (
+    ApplyWeightsStep,
+    CommitWeightsStep,
+    FlushStep,
+    JudgeReconfigureStep,
+    ParticipantOutcome,
+    ParticipantReadBack,
+    PauseStep,
+    PrepareWeightsStep,
+    ReconfigureStep,
+    ReleaseStep,
+    RestoreStep,
+    ResumeStep,
+    StartProfileStep,
+    StepCall,
+    StepProgress,
+    StepResult,
+    StopProfileStep,
+    UndoWeightsStep,
+    VerifyWeightsStep,
+    WorkCounts,
+)
+from iop.core.errors import (
+    DeadlineExceeded,
+    IopError,
+    NotFound,
+    PermissionDenied,
+    PreconditionFailed,
+    RemoteProtocolError,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
+from iop.core.ids import ParticipantId
+from iop.pb.openengine.v1 import openengine_pb2_grpc, server_pb2
+from iop.wire.messages import OpenEngineSettings, StreamErrorCode
+
+_log = logging.getLogger(__name__)
+
+PROFILES_KEPT_MAX: Final = 256
+"""Profiles whose engine-side id is remembered; stopping an older one needs the engine's own port."""
+
+
+class OpenEngineControl:
+    """The `EngineControl` over OpenEngineAdmin.
+
+    Args:
+        settings: where the engine's listeners are, and the token for the admin one.
+        services: the Node's change signal.
+
+    Raises:
+        InvalidRequest: no admin target, or an authority that is not PEM.
+    """
+
+    def __init__(self, settings: OpenEngineSettings, services: AdapterServices) -> None:
+        self._settings = settings
+        self._services = services
+        self._channel: grpc.aio.Channel | None = None
+        self._core_channel: grpc.aio.Channel | None = None
+        self._rpc: AdminRpc | None = None
+        self._profile: AdminProfile | None = None
+        self._instance = ""
+        self._failure = "the engine's admin listener was not asked yet"
+        self._frozen = 0
+        self._profiles: dict[str, str] = {}
+        self._profiles_running: dict[ParticipantId, frozenset[str]] = {}
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:  # noqa: ARG002 - the Protocol's
+        """Open the channels; they connect when first used."""
+        self._channel = open_channel(self._settings.admin_target, ca_pem=self._settings.tls_ca_pem)
+        self._rpc = AdminRpc(self._channel, self._settings.admin_token)
+        if self._settings.target:
+            self._core_channel = open_channel(self._settings.target, ca_pem=self._settings.tls_ca_pem)
+
+    async def aclose(self) -> None:
+        """Close the channels; mutations go on at the engine."""
+        self._rpc = None
+        for channel in (self._channel, self._core_channel):
+            if channel is not None:
+                await channel.close(None)
+        self._channel = self._core_channel = None
+
+    @property
+    def failure(self) -> str:
+        """Why the admin listener does not answer; empty while it does."""
+        return self._failure
+
+    async def probe(self) -> None:
+        """Read instance and profile."""
+        try:
+            await self._refresh()
+        except IopError as exc:
+            self._note_failure(exc)
+
+    def weight_version(self) -> str:
+        """The label that all ranks share."""
+        if self._profile is None:
+            return ""
+        versions = {each.weight_version for each in self._profile.participants}
+        return versions.pop() if len(versions) == 1 else ""
+
+    def participants(self) -> Sequence[ParticipantInfo]:
+        """As of the last read."""
+        if self._profile is None:
+            return ()
+        return steps.infos_of(self._profile, instance=self._instance)
+
+    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:  # noqa: ARG002
+        """Not offered: the admin contract hands artifacts out over HTTP, whose address is not in our
+        config.
+        """
+        refuse_tunnel(
+            stream,
+            StreamErrorCode.INVALID_REQUEST,
+            "this engine's artifacts cannot be fetched through the node",
+        )
+        on_done()
+
+    async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
+        """From a profile read now; whoever it does not name cannot be told about."""
+        try:
+            profile = await self._refresh()
+        except IopError as exc:
+            self._note_failure(exc)
+            return [ParticipantReadBack(participant_id=each, reachable=False) for each in participant_ids]
+        return self._read(profile, participant_ids)
+
+    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
+        """As :meth:`iop.adapters.base.Adapter.execute_step`."""
+        try:
+            profile = await self._refresh()
+        except (Unauthenticated, PermissionDenied) as exc:
+            return steps.refused(call, exc)
+        except (DeadlineExceeded, RemoteProtocolError) as exc:
+            raise Unavailable(exc.message, reason=exc.reason) from exc
+        try:
+            result = await self._dispatch(call, profile, report)
+        except OperationFailedError as exc:
+            result = steps.failed_by(call, exc.error)
+        except (Unavailable, Unsupported):
+            raise
+        except IopError as exc:
+            result = steps.refused(call, exc)
+        self._services.on_change()
+        return result
+
+    # -- steps --
+
+    async def _dispatch(self, call: StepCall, profile: AdminProfile, report: ProgressSink) -> StepResult:
+        match call.body:
+            case PauseStep():
+                return await self._pause(call, call.body, profile, report)
+            case ResumeStep():
+                return await self._resume(call, profile, report)
+            case FlushStep(kinds=kinds, busy_policy=busy_policy):
+                self._require(profile, call, AdminOperationKind.FLUSH_CACHES)
+                request = FlushCachesRequest(
+                    options=steps.options_of(call),
+                    target=steps.targets_of(call),
+                    kinds=kinds,
+                    busy_policy=busy_policy,
+                )
+                return steps.succeeded(call, await self._mutate(call, request, report))
+            case ReleaseStep():
+                return await self._release(call, call.body, profile, report)
+            case RestoreStep():
+                return await self._restore(call, call.body, profile, report)
+            case PrepareWeightsStep():
+                return await self._prepare_weights(call, call.body, profile)
+            case ApplyWeightsStep(model=model, source=source, weight_version=version):
+                name = steps.engine_model(profile, call.participant_ids, model)
+                update = steps.update_request(call, model=name, source=source, version=version)
+                await self._mutate(call, update, report)
+                return await self._verified_weights(call, version)
+            case VerifyWeightsStep(weight_version=version) | CommitWeightsStep(weight_version=version):
+                # The engine verified and published as one; what is asked here is what it says now.
+                return await self._verified_weights(call, version)
+            case UndoWeightsStep():
+                return await self._undo_weights(call, call.body, profile, report)
+            case StartProfileStep():
+                return await self._start_profile(call, call.body, profile)
+            case StopProfileStep(profile_id=profile_id):
+                return await self._stop_profile(call, profile_id)
+            case JudgeReconfigureStep(changes=changes) | ReconfigureStep(changes=changes):
+                self._require(profile, call, AdminOperationKind.RECONFIGURE_SERVING)
+                request_ = ReconfigureServingRequest(
+                    options=steps.options_of(call), target=steps.targets_of(call), changes=changes
+                )
+                if isinstance(call.body, JudgeReconfigureStep):
+                    raise Unsupported(
+                        "an engine's own server does not judge single fields without changing them",
+                        reason="NO_JUDGEMENT",
+                    )
+                result = await self._mutate(call, request_, report)
+                return _with_changes(call, result)
+
+    async def _pause(
+        self, call: StepCall, body: PauseStep, profile: AdminProfile, report: ProgressSink
+    ) -> StepResult:
+        self._require(profile, call, AdminOperationKind.PAUSE)
+        request = PauseRequest(
+            options=steps.options_of(call), target=steps.targets_of(call), pause=body.pause
+        )
+        result = steps.succeeded(call, await self._mutate(call, request, report))
+        read = self._read(await self._refresh(), call.participant_ids)
+        awake = [back.participant_id for back in read if not back.paused]
+        if awake:
+            return steps.not_verified(
+                call, "the engine says that it is not paused", work=result.work, bad=awake
+            )
+        self._frozen = result.work.kept if body.pause.mode is PauseMode.KEEP else 0
+        return result
+
+    async def _resume(self, call: StepCall, profile: AdminProfile, report: ProgressSink) -> StepResult:
+        ours = [
+            pause for pause in steps.pauses_over(profile, call.participant_ids) if await self._is_ours(pause)
+        ]
+        resumed = 0
+        for pause in ours:
+            request = steps.resume_request(call, pause, is_only=len(ours) == 1)
+            result = await self._mutate(call, request, report)
+            if isinstance(result, ResumeResult):
+                resumed += result.resumed
+        read = self._read(await self._refresh(), call.participant_ids)
+        asleep = [back.participant_id for back in read if back.paused is not False]
+        if asleep:
+            return steps.not_verified(
+                call,
+                "the engine is paused by somebody else; end that pause on its own admin port",
+                work=WorkCounts(resumed=resumed),
+                bad=asleep,
+            )
+        self._frozen = 0
+        outcomes = tuple(
+            ParticipantOutcome(participant_id=each, changed=bool(ours)) for each in call.participant_ids
+        )
+        return StepResult(participants=outcomes, work=WorkCounts(resumed=resumed))
+
+    async def _release(
+        self, call: StepCall, body: ReleaseStep, profile: AdminProfile, report: ProgressSink
+    ) -> StepResult:
+        self._require(profile, call, AdminOperationKind.RELEASE_RESOURCES)
+        held = {kind for each in steps.releases_over(profile, call.participant_ids) for kind in each.kinds}
+        kinds = tuple(kind for kind in body.kinds if kind not in held)
+        result: OperationResult | None = None
+        if kinds:
+            request = ReleaseResourcesRequest(
+                options=steps.options_of(call),
+                target=steps.targets_of(call),
+                kinds=kinds,
+                weight_retention=body.weight_retention if _has_weights(kinds) else None,
+            )
+            result = await self._mutate(call, request, report)
+        read = self._read(await self._refresh(), call.participant_ids)
+        bad = [back.participant_id for back in read if not set(body.kinds) <= (back.released or frozenset())]
+        if bad:
+            return steps.not_verified(
+                call, "the engine does not say that the resources are released", bad=bad
+            )
+        return steps.succeeded(call, result, read=read)
+
+    async def _restore(
+        self, call: StepCall, body: RestoreStep, profile: AdminProfile, report: ProgressSink
+    ) -> StepResult:
+        releases = [
+            each
+            for each in steps.releases_over(profile, call.participant_ids)
+            if not set(body.kinds).isdisjoint(each.kinds)
+        ]
+        amounts: list[Any] = []
+        for release in releases:
+            request = steps.restore_request(call, release, body.kinds, is_only=len(releases) == 1)
+            result = await self._mutate(call, request, report)
+            if isinstance(result, RestoreResourcesResult):
+                amounts += result.restored
+        read = self._read(await self._refresh(), call.participant_ids)
+        bad = [
+            back.participant_id for back in read if back.released is None or set(body.kinds) & back.released
+        ]
+        if bad:
+            return steps.not_verified(call, "the engine says that resources are still released", bad=bad)
+        return steps.succeeded(call, RestoreResourcesResult(restored=tuple(amounts)), read=read)
+
+    # -- weights --
+
+    async def _prepare_weights(
+        self, call: StepCall, body: PrepareWeightsStep, profile: AdminProfile
+    ) -> StepResult:
+        """A dry run: what the engine would refuse is found before anything is paused."""
+        self._require(profile, call, AdminOperationKind.UPDATE_WEIGHTS)
+        if body.hold_previous:
+            raise Unsupported(
+                "an engine behind its own admin server cannot hold replaced weights for us",
+                reason="CANNOT_HOLD_WEIGHTS",
+            )
+        model = steps.engine_model(profile, call.participant_ids, body.model)
+        plan = await self._admin().plan(
+            steps.update_request(
+                call, model=model, source=body.source, version=body.weight_version, validate_only=True
+            )
+        )
+        # Whether it stands still is for the pause that comes next.
+        blockers = [each for each in plan.blockers if "pause" not in each.lower()]
+        if blockers:
+            error = AdminError(
+                code=AdminErrorCode.SOURCE_UNAVAILABLE, message="; ".join(blockers), rolled_back=True
+            )
+            return steps.failed_by(call, error)
+        return StepResult(
+            participants=tuple(
+                ParticipantOutcome(participant_id=each, changed=False) for each in call.participant_ids
+            )
+        )
+
+    async def _undo_weights(
+        self, call: StepCall, body: UndoWeightsStep, profile: AdminProfile, report: ProgressSink
+    ) -> StepResult:
+        read = self._read(profile, call.participant_ids)
+        if all(back.weight_version == body.previous_weight_version for back in read):
+            return StepResult(
+                participants=tuple(
+                    ParticipantOutcome(participant_id=each, changed=False) for each in call.participant_ids
+                )
+            )
+        if body.previous_source is None:
+            raise PreconditionFailed("the previous weights cannot be read again", reason="IRREVERSIBLE")
+        model = steps.engine_model(profile, call.participant_ids, body.model)
+        update = steps.update_request(
+            call, model=model, source=body.previous_source, version=body.previous_weight_version
+        )
+        await self._mutate(call, update, report)
+        return await self._verified_weights(call, body.previous_weight_version)
+
+    async def _verified_weights(self, call: StepCall, version: str) -> StepResult:
+        read = self._read(await self._refresh(), call.participant_ids)
+        bad = [back.participant_id for back in read if back.weight_version != version]
+        if bad:
+            return steps.not_verified(call, "the engine serves another weight version", bad=bad)
+        return steps.succeeded(call, None, read=read)
+
+    # -- profiles --
+
+    async def _start_profile(
+        self, call: StepCall, body: StartProfileStep, profile: AdminProfile
+    ) -> StepResult:
+        self._require(profile, call, AdminOperationKind.START_PROFILE)
+        result = await self._admin().start_profile(
+            StartProfileRequest(
+                options=steps.options_of(call),
+                target=steps.targets_of(call),
+                kinds=body.kinds,
+                max_steps=body.max_steps,
+                max_duration_ms=body.max_duration_ms,
+                label=body.label,
+            )
+        )
+        while len(self._profiles) >= PROFILES_KEPT_MAX:
+            self._profiles.pop(next(iter(self._profiles)))
+        self._profiles[body.profile_id] = result.profile_id
+        for each in call.participant_ids:
+            self._profiles_running[each] = self._profiles_running.get(each, frozenset()) | {body.profile_id}
+        return steps.succeeded(call, None)
+
+    async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:
+        engine_id = self._profiles.get(profile_id)
+        if engine_id is None:
+            # Started before this process; its engine-side id is gone with that.
+            raise NotFound("the node no longer knows this profile; stop it on the engine's own port")
+        result: StopProfileResult = await self._admin().stop_profile(
+            StopProfileRequest(options=steps.options_of(call), profile_id=engine_id), timeout_s=call.timeout_s
+        )
+        for each in call.participant_ids:
+            self._profiles_running[each] = self._profiles_running.get(each, frozenset()) - {profile_id}
+        return StepResult(
+            participants=tuple(
+                ParticipantOutcome(
+                    participant_id=each,
+                    artifacts=tuple(
+                        artifact for artifact in result.artifacts if artifact.participant_id == each
+                    ),
+                )
+                for each in call.participant_ids
+            )
+        )
+
+    # -- inside --
+
+    def _admin(self) -> AdminRpc:
+        if self._rpc is None:
+            raise Unavailable("the adapter is closed", reason="CLOSED")
+        return self._rpc
+
+    async def _mutate(
+        self, call: StepCall, request: MutationRequest, report: ProgressSink
+    ) -> OperationResult:
+        def on_progress(progress: OperationProgress) -> None:
+            for each in call.participant_ids:
+                report(
+                    StepProgress(
+                        participant_id=each,
+                        phase=progress.phase,
+                        done=progress.done,
+                        total=progress.total,
+                        unit=progress.unit,
+                        message=progress.message[:256],
+                    )
+                )
+
+        return await self._admin().mutate(request, on_progress)
+
+    def _require(self, profile: AdminProfile, call: StepCall, kind: AdminOperationKind) -> None:
+        """Refuse what the engine does not advertise, before it is touched."""
+        for each in profile.participants:
+            if (
+                each.info.participant_id in call.participant_ids
+                and kind not in each.info.capabilities.operations
+            ):
+                raise Unsupported(f"the engine does not offer {kind.name}", reason="NOT_OFFERED")
+
+    async def _is_ours(self, pause: ActivePause) -> bool:
+        """Whether a step of ours made this pause; only its maker and admins are shown the key."""
+        try:
+            operation = await self._admin().operation(pause.operation_id)
+        except NotFound:
+            return False
+        return steps.is_nested_key(operation.idempotency_key)
+
+    def _read(
+        self, profile: AdminProfile, participant_ids: Iterable[ParticipantId]
+    ) -> tuple[ParticipantReadBack, ...]:
+        return steps.read_back_of(
+            profile,
+            participant_ids,
+            instance=self._instance,
+            profiles_running=self._profiles_running,
+            frozen=self._frozen,
+        )
+
+    async def _refresh(self) -> AdminProfile:
+        """Read instance and profile; what another process of the engine told is forgotten."""
+        if self._core_channel is not None:
+            instance = await self._read_instance(self._core_channel)
+            if instance != self._instance:
+                self._instance = instance
+                self._frozen = 0
+                self._profiles_running.clear()
+        before = self._profile
+        self._profile = await self._admin().profile()
+        if self._failure or before is None or self._profile.participants != before.participants:
+            self._failure = ""
+            self._services.on_change()
+        return self._profile
+
+    async def _read_instance(self, channel: grpc.aio.Channel) -> str:
+        await connect(channel)
+        stub: Any = openengine_pb2_grpc.ControlStub(channel)
+        try:
+            info = await stub.GetServerInfo(
+                server_pb2.GetServerInfoRequest(), metadata=bearer(self._settings.api_key), timeout=5.0
+            )
+        except grpc.aio.AioRpcError as exc:
+            raise error_of(exc) from exc
+        return str(info.instance_id)
+
+    def _note_failure(self, error: IopError) -> None:
+        if error.message != self._failure:
+            _log.warning("engine_admin.unreachable reason=%s", error.message)
+            self._failure = error.message
+            if self._profile is not None:
+                self._services.on_change()
+
+
+def _has_weights(kinds: Iterable[object]) -> bool:
+    return any(getattr(kind, "name", "") == "WEIGHTS" for kind in kinds)
+
+
+def _with_changes(call: StepCall, result: OperationResult) -> StepResult:
+    changes: tuple[ChangeResult, ...] = result.changes if isinstance(result, ReconfigureServingResult) else ()
+    return StepResult(
+        participants=tuple(
+            ParticipantOutcome(
+                participant_id=each,
+                changes=tuple(change for change in changes if change.participant_id == each),
+            )
+            for each in call.participant_ids
+        )
+    )

@@ -1,0 +1,237 @@
+"""One normalised run over one Generate call (EN-40, EN-56, EN-102)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final
+
+import grpc
+
+from iop.adapters.base import RunStream
+from iop.adapters.openengine.channel import END_OF_CALL, bearer, connect, error_of
+from iop.adapters.openengine.prompt import generate_request
+from iop.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    IopError,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    Unsupported,
+)
+from iop.pb.openengine.v1 import error_pb2, openengine_pb2_grpc
+from iop.pb.openengine.v1 import generation_pb2 as pb
+from iop.wire.messages import (
+    CancelReason,
+    RunEvent,
+    RunEventType,
+    RunRequest,
+    StreamError,
+    StreamErrorCode,
+    Usage,
+)
+
+_log = logging.getLogger(__name__)
+
+WEIGHT_VERSION_KEY: Final = "openengine-weight-version"
+
+_FINISHES: Final = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+_ENGINE_CODES: Final = {
+    error_pb2.ERROR_CODE_INVALID_ARGUMENT: StreamErrorCode.INVALID_REQUEST,
+    error_pb2.ERROR_CODE_UNSUPPORTED_FEATURE: StreamErrorCode.INVALID_REQUEST,
+    error_pb2.ERROR_CODE_MODEL_NOT_FOUND: StreamErrorCode.INVALID_REQUEST,
+    error_pb2.ERROR_CODE_OVERLOADED: StreamErrorCode.BUSY,
+    error_pb2.ERROR_CODE_CANCELLED: StreamErrorCode.CANCELLED,
+}
+
+
+class GenerateRun:
+    """Drives one call; a fresh object per run.
+
+    Args:
+        stream: the run.
+        channel: to the engine's inference listener.
+        api_key: the engine's credential; empty: none.
+        formats: prompt formats that the engine renders itself.
+    """
+
+    def __init__(
+        self, stream: RunStream, channel: grpc.aio.Channel, *, api_key: str, formats: frozenset[str]
+    ) -> None:
+        self._stream = stream
+        self._channel = channel
+        self._api_key = api_key
+        self._formats = formats
+        self._call: Any = None
+        self._is_cancelled = False
+        self._has_started = False
+        self._connecting = asyncio.timeout(None)
+        self._is_connecting = False
+        self._outputs = 1
+        self._writable = asyncio.Event()
+        self._finishes: dict[int, str] = {}
+        self._usage: Usage | None = None
+        self.reached_engine: bool | None = None
+
+    async def drive(self) -> None:
+        """Run to the one terminal event. Raises only CancelledError, with the call cancelled."""
+        self._stream.bind(on_cancel=self._on_cancel, on_writable=self._writable.set)
+        try:
+            terminal = await self._generate()
+        except InvalidRequest as exc:
+            terminal = _failed(StreamErrorCode.INVALID_REQUEST, exc.message, before_start=self._call is None)
+        except grpc.aio.AioRpcError as exc:
+            terminal = self._refused(error_of(exc))
+        except Unavailable as exc:
+            self.reached_engine = False
+            terminal = _failed(StreamErrorCode.CONNECT_FAILED, exc.message, retryable=True, before_start=True)
+        except asyncio.CancelledError:
+            # A call that we cancelled raises this into us although our own task goes on.
+            task = asyncio.current_task()
+            if not self._is_cancelled or (task is not None and task.cancelling()):
+                raise
+            terminal = RunEvent(type=RunEventType.CANCELLED)
+        finally:
+            if self._call is not None:
+                self._call.cancel()
+        self._stream.emit(terminal)
+
+    async def _generate(self) -> RunEvent:
+        request = generate_request(self._stream.request, formats=self._formats)
+        self._outputs = max(1, request.sampling.num_sequences)
+        try:
+            async with self._connecting:
+                self._is_connecting = True
+                await connect(self._channel)
+                self._is_connecting = False
+        except TimeoutError:
+            # A cancel ends the wait; `connect` bounds itself and raises what we know.
+            return RunEvent(type=RunEventType.CANCELLED)
+        if self._is_cancelled:
+            return RunEvent(type=RunEventType.CANCELLED)
+        self.reached_engine = True
+        stub: Any = openengine_pb2_grpc.InferenceStub(self._channel)
+        self._call = stub.Generate(request, metadata=_metadata(self._stream.request, self._api_key))
+        while True:
+            while self._stream.credit_bytes <= 0 and not self._is_cancelled:
+                # Not reading is what makes the engine's side of the call stop (EN-102).
+                self._writable.clear()
+                await self._writable.wait()
+            response = await self._call.read()
+            if response is END_OF_CALL:
+                return self._ended()
+            if not self._has_started:
+                # Only now: until its first message the engine may still refuse by status.
+                await self._start()
+            terminal = self._take(response)
+            if terminal is not None:
+                return terminal
+
+    async def _start(self) -> None:
+        self._has_started = True
+        metadata = await self._call.initial_metadata()
+        version = next((value for key, value in metadata or () if key == WEIGHT_VERSION_KEY), "")
+        told = {"weight_version": str(version)} if version else {}
+        self._stream.emit(RunEvent(type=RunEventType.START, metadata=told))
+
+    def _take(self, response: pb.GenerateResponse) -> RunEvent | None:
+        """Hand one message on; an event when it ends the run."""
+        if response.HasField("usage"):
+            self._usage = _usage(response.usage)
+        match response.WhichOneof("event"):
+            case "token":
+                if response.token.text:
+                    self._stream.emit(
+                        RunEvent(
+                            type=RunEventType.DELTA,
+                            delta=response.token.text,
+                            output_index=response.token.output_index,
+                        )
+                    )
+            case "finished":
+                reason = _FINISHES.get(response.finished.reason, "stop")
+                self._finishes[response.finished.output_index] = reason
+            case "error":
+                error = response.error
+                code = _ENGINE_CODES.get(error.code, StreamErrorCode.UPSTREAM_ERROR)
+                return _failed(code, f"engine: {error.message[:512]}", retryable=error.retryable)
+            case "prefill_ready":
+                return _failed(StreamErrorCode.UPSTREAM_ERROR, "the engine only prefills")
+            case _:
+                # Prompt scores, or something that only a newer engine says: nothing of it belongs to a run.
+                pass
+        return None
+
+    def _ended(self) -> RunEvent:
+        if len(self._finishes) < self._outputs:
+            return _failed(
+                StreamErrorCode.UPSTREAM_TRUNCATED, "the engine ended without finishing every output"
+            )
+        return RunEvent(
+            type=RunEventType.COMPLETE,
+            finish_reasons=tuple(self._finishes[index] for index in sorted(self._finishes)),
+            usage=self._usage,
+        )
+
+    def _refused(self, error: IopError) -> RunEvent:
+        """A status instead of events, or in the middle of them."""
+        match error:
+            case InvalidRequest() | Unsupported() | NotFound():
+                code = StreamErrorCode.INVALID_REQUEST
+            case Overloaded():
+                code = StreamErrorCode.BUSY
+            case DeadlineExceeded():
+                code = StreamErrorCode.TIMEOUT
+            case Cancelled():
+                code = StreamErrorCode.CANCELLED
+            case _ if self._has_started:
+                code = StreamErrorCode.UPSTREAM_TRUNCATED
+            case _:
+                code = StreamErrorCode.UPSTREAM_ERROR
+        return _failed(code, error.message, retryable=error.retryable)
+
+    def _on_cancel(self, reason: CancelReason) -> None:
+        _log.debug("run.cancelled run_id=%s reason=%s", self._stream.request.run_id, reason.value)
+        self._is_cancelled = True
+        self._writable.set()
+        if self._call is not None:
+            self._call.cancel()
+        elif self._is_connecting:
+            self._connecting.reschedule(asyncio.get_running_loop().time())
+
+
+def _metadata(run: RunRequest, api_key: str) -> tuple[tuple[str, str], ...]:
+    """Routing and trace keys of the contract (SF-21)."""
+    pairs = list(bearer(api_key))
+    if run.session_id and run.session_id.isascii() and run.session_id.isprintable():
+        pairs.append(("openengine-routing-key", run.session_id[:256]))
+    if run.traceparent.isascii() and run.traceparent:
+        pairs.append(("traceparent", run.traceparent))
+    if run.tracestate.isascii() and run.tracestate:
+        pairs.append(("tracestate", run.tracestate))
+    return tuple(pairs)
+
+
+def _usage(usage: pb.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens if usage.HasField("cached_prompt_tokens") else None,
+        reasoning_tokens=usage.reasoning_tokens if usage.HasField("reasoning_tokens") else None,
+    )
+
+
+def _failed(
+    code: StreamErrorCode, message: str, *, retryable: bool = False, before_start: bool = False
+) -> RunEvent:
+    return RunEvent(
+        type=RunEventType.ERROR,
+        error=StreamError(code=code, message=message, retryable=retryable, before_start=before_start),
+    )

@@ -1,0 +1,363 @@
+"""Admin steps as mutations of an engine's own OpenEngineAdmin, and its profile as read-back. Pure but for
+protobuf.
+
+Every step becomes at most one mutation with the key ``operation_id/step``, so that repeating the step
+repeats the mutation's answer and not its effect (AD-12, AD-36). What the engine's server does inside one
+mutation (two phases, undo, verification) is its own affair; we read its profile back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from iop.admin.enums import (
+    AdminErrorCode,
+    AdminOperationKind,
+    CacheOutcome,
+    CachePolicy,
+    ParticipantPhase,
+    VerificationMethod,
+)
+from iop.admin.profile import ActivePause, ActiveRelease, AdminProfile, ModelWeights, ParticipantInfo
+from iop.admin.requests import (
+    FlushCachesRequest,
+    MutationOptions,
+    ParticipantTargets,
+    PauseRequest,
+    ReleaseResourcesRequest,
+    RestoreResourcesRequest,
+    ResumeRequest,
+    UpdateWeightsRequest,
+    WeightSource,
+)
+from iop.admin.results import (
+    AdminError,
+    FlushCachesResult,
+    OperationResult,
+    ParticipantError,
+    PauseResult,
+    ReleaseResourcesResult,
+    RestoreResourcesResult,
+    ResumeResult,
+)
+from iop.admin.steps import (
+    ParticipantOutcome,
+    ParticipantReadBack,
+    StepCall,
+    StepResult,
+    WorkCounts,
+)
+from iop.core.errors import IopError, PreconditionFailed
+from iop.core.ids import ParticipantId
+
+KEY_BYTES_MAX: Final = 128
+"""Longest idempotency key of the contract (AD-11)."""
+
+DEADLINE_MS_MAX: Final = 24 * 3600 * 1000
+"""Longest operation deadline of the contract."""
+
+
+def nested_key(call: StepCall, *, suffix: str = "") -> str:
+    """The key of a step's mutation at the engine.
+
+    Raises:
+        PreconditionFailed: the operation's id does not fit a key.
+    """
+    key = f"{call.operation_id}/{call.step}{suffix}"
+    if len(key) > KEY_BYTES_MAX or not key.isascii() or not key.isprintable():
+        raise PreconditionFailed("the operation's id cannot be a key at the engine", reason="BAD_NESTED_KEY")
+    return key
+
+
+def is_nested_key(key: str) -> bool:
+    """Whether an engine's operation was one of our steps: ``operation/number``."""
+    operation, _, rest = key.partition("/")
+    return bool(operation) and rest.partition("/")[0].isdigit()
+
+
+def options_of(call: StepCall, *, suffix: str = "", validate_only: bool = False) -> MutationOptions:
+    """What every nested mutation carries: its key, and our remaining time as the engine's own deadline."""
+    return MutationOptions(
+        idempotency_key=nested_key(call, suffix=suffix),
+        deadline_ms=max(1, min(int(call.timeout_s * 1000), DEADLINE_MS_MAX)),
+        validate_only=validate_only,
+    )
+
+
+def targets_of(call: StepCall) -> ParticipantTargets:
+    """The step's own group, named."""
+    return ParticipantTargets(participant_ids=call.participant_ids)
+
+
+# ---- the profile, read ----
+
+
+def infos_of(profile: AdminProfile, *, instance: str) -> tuple[ParticipantInfo, ...]:
+    """The engine's participants as ours."""
+    return tuple(replace(each.info, instance=instance) for each in profile.participants)
+
+
+def read_back_of(
+    profile: AdminProfile,
+    participant_ids: Iterable[ParticipantId],
+    *,
+    instance: str,
+    profiles_running: Mapping[ParticipantId, frozenset[str]],
+    frozen: int,
+) -> tuple[ParticipantReadBack, ...]:
+    """How these participants stand by the engine's own profile.
+
+    Args:
+        profile: read just now.
+        participant_ids: whom to tell about; one that the profile lacks is not reachable.
+        instance: of the engine's process.
+        profiles_running: profiles that we started, by our ids.
+        frozen: requests that a KEEP pause of ours left in the engine.
+    """
+    known = {each.info.participant_id: each for each in profile.participants}
+    answers = []
+    for participant_id in participant_ids:
+        participant = known.get(participant_id)
+        if participant is None or not participant.info.connected:
+            answers.append(
+                ParticipantReadBack(participant_id=participant_id, reachable=False, instance=instance)
+            )
+            continue
+        weights = weights_of(profile, participant.info.models)
+        answers.append(
+            ParticipantReadBack(
+                participant_id=participant_id,
+                instance=instance,
+                paused=participant.paused,
+                frozen=frozen if participant.paused else 0,
+                released=frozenset(
+                    kind for release in releases_over(profile, (participant_id,)) for kind in release.kinds
+                ),
+                weight_version=participant.weight_version or (weights.weight_version if weights else None),
+                content_digest=weights.content_digest if weights else b"",
+                verified_by=_method(weights),
+                profiles=profiles_running.get(participant_id, frozenset()),
+            )
+        )
+    return tuple(answers)
+
+
+def weights_of(profile: AdminProfile, models: Sequence[str]) -> ModelWeights | None:
+    """The engine's entry for the weights of these models; the only one where names do not tell."""
+    for weights in profile.weights:
+        if weights.model in models:
+            return weights
+    return profile.weights[0] if len(profile.weights) == 1 else None
+
+
+def engine_model(profile: AdminProfile, participant_ids: Sequence[ParticipantId], wanted: str) -> str:
+    """The engine's own name for the model that an operation names by its public id.
+
+    Raises:
+        PreconditionFailed: the engine serves several models and none has that name.
+    """
+    models = {
+        model
+        for each in profile.participants
+        if each.info.participant_id in participant_ids
+        for model in each.info.models
+    }
+    if wanted in models:
+        return wanted
+    if len(models) == 1:
+        return models.pop()
+    raise PreconditionFailed("the engine serves no model of that name", reason="UNKNOWN_MODEL")
+
+
+def pauses_over(profile: AdminProfile, participant_ids: Sequence[ParticipantId]) -> tuple[ActivePause, ...]:
+    """Pauses in force over any of these participants, oldest first."""
+    return tuple(
+        sorted(
+            (pause for pause in profile.pauses if not set(participant_ids).isdisjoint(pause.participant_ids)),
+            key=lambda pause: pause.pause_epoch,
+        )
+    )
+
+
+def releases_over(
+    profile: AdminProfile, participant_ids: Sequence[ParticipantId]
+) -> tuple[ActiveRelease, ...]:
+    """Releases in force over any of these participants, oldest first."""
+    return tuple(
+        sorted(
+            (each for each in profile.releases if not set(participant_ids).isdisjoint(each.participant_ids)),
+            key=lambda each: each.resource_epoch,
+        )
+    )
+
+
+def _method(weights: ModelWeights | None) -> VerificationMethod | None:
+    if weights is None:
+        return None
+    return VerificationMethod.DIGEST if weights.content_digest else VerificationMethod.LABEL
+
+
+# ---- results ----
+
+
+def succeeded(
+    call: StepCall, result: OperationResult | None, *, read: Sequence[ParticipantReadBack] = ()
+) -> StepResult:
+    """What a completed mutation says, as a step's result; one outcome per participant of the call."""
+    outcomes = {each: ParticipantOutcome(participant_id=each) for each in call.participant_ids}
+    for back in read:
+        if back.participant_id in outcomes:
+            outcomes[back.participant_id] = replace(
+                outcomes[back.participant_id],
+                weight_version=back.weight_version or "",
+                content_digest=back.content_digest,
+                verified_by=back.verified_by,
+            )
+    work = WorkCounts()
+    match result:
+        case PauseResult(drained=drained, aborted=aborted, kept=kept):
+            work = WorkCounts(drained=drained, aborted=aborted, kept=kept)
+        case ResumeResult(resumed=resumed):
+            work = WorkCounts(resumed=resumed)
+        case FlushCachesResult():
+            outcomes = {each: _flushed(outcome, result) for each, outcome in outcomes.items()}
+        case ReleaseResourcesResult(released=amounts) | RestoreResourcesResult(restored=amounts):
+            outcomes = {
+                each: replace(
+                    outcome, amounts=tuple(amount for amount in amounts if amount.participant_id == each)
+                )
+                for each, outcome in outcomes.items()
+            }
+        case _:
+            pass
+    return StepResult(participants=tuple(outcomes.values()), work=work)
+
+
+def _flushed(outcome: ParticipantOutcome, result: FlushCachesResult) -> ParticipantOutcome:
+    """Anything but CLEARED is no success, whatever the operation called itself (AD-37, AD-40)."""
+    mine = tuple(cache for cache in result.caches if cache.participant_id == outcome.participant_id)
+    bad = next((cache for cache in mine if cache.outcome is not CacheOutcome.CLEARED), None)
+    error = None
+    if not mine or bad is not None:
+        is_refused = bad is not None and bad.outcome is CacheOutcome.REFUSED
+        error = ParticipantError(
+            code=AdminErrorCode.REFUSED_BUSY if is_refused else AdminErrorCode.VERIFICATION_FAILED,
+            message=bad.detail
+            if bad is not None and bad.detail
+            else "the engine did not tell that it was cleared",
+            step=ParticipantPhase.APPLYING,
+            retryable=is_refused,
+        )
+    return replace(outcome, caches=mine, error=error)
+
+
+def failed_by(call: StepCall, error: AdminError) -> StepResult:
+    """A failed mutation: who failed has its error; the rest is as the engine left it.
+
+    A flush that was refused, and whatever the engine proved to be rolled back, changed nothing.
+    """
+    guilty = set(error.participants) or set(call.participant_ids)
+    told = ParticipantError(
+        code=error.code,
+        message=f"engine: {error.message}"[:512],
+        step=ParticipantPhase.APPLYING,
+        retryable=error.retryable,
+    )
+    return StepResult(
+        participants=tuple(
+            ParticipantOutcome(
+                participant_id=each,
+                error=told if each in guilty or not guilty & set(call.participant_ids) else None,
+                changed=not error.rolled_back,
+            )
+            for each in call.participant_ids
+        )
+    )
+
+
+def refused(call: StepCall, error: IopError) -> StepResult:
+    """A mutation that the engine refused before it accepted it: nothing was changed."""
+    told = ParticipantError(
+        code=AdminErrorCode.PARTICIPANT_FAILED,
+        message=error.message[:512],
+        step=ParticipantPhase.APPLYING,
+        retryable=error.retryable,
+    )
+    return StepResult(
+        participants=tuple(
+            ParticipantOutcome(participant_id=each, error=told, changed=False)
+            for each in call.participant_ids
+        )
+    )
+
+
+def not_verified(
+    call: StepCall,
+    message: str,
+    *,
+    work: WorkCounts | None = None,
+    bad: Sequence[ParticipantId] | None = None,
+) -> StepResult:
+    """The mutation completed, but the read-back says otherwise (AD-37)."""
+    told = ParticipantError(
+        code=AdminErrorCode.VERIFICATION_FAILED, message=message, step=ParticipantPhase.VERIFYING
+    )
+    return StepResult(
+        participants=tuple(
+            ParticipantOutcome(participant_id=each, error=told if bad is None or each in bad else None)
+            for each in call.participant_ids
+        ),
+        work=work or WorkCounts(),
+    )
+
+
+# ---- requests ----
+
+
+def resume_request(call: StepCall, pause: ActivePause, *, is_only: bool) -> ResumeRequest:
+    """End one pause. When several are ours, each has a key of its own."""
+    suffix = "" if is_only else f"/{pause.pause_epoch}"
+    return ResumeRequest(options=options_of(call, suffix=suffix), pause_epoch=pause.pause_epoch)
+
+
+def restore_request(
+    call: StepCall, release: ActiveRelease, kinds: Iterable[int], *, is_only: bool
+) -> RestoreResourcesRequest:
+    """Take back what one release holds of the wanted kinds."""
+    suffix = "" if is_only else f"/{release.resource_epoch}"
+    wanted = set(kinds)
+    return RestoreResourcesRequest(
+        options=options_of(call, suffix=suffix),
+        resource_epoch=release.resource_epoch,
+        kinds=tuple(kind for kind in release.kinds if kind in wanted),
+    )
+
+
+def update_request(
+    call: StepCall, *, model: str, source: WeightSource, version: str, validate_only: bool = False
+) -> UpdateWeightsRequest:
+    """Replace the engine's weights; the operation core has paused before and flushes after, by steps of
+    their own.
+    """
+    return UpdateWeightsRequest(
+        options=options_of(call, suffix="/check" if validate_only else "", validate_only=validate_only),
+        model=model,
+        source=source,
+        weight_version=version,
+        cache_policy=CachePolicy.KEEP,
+        # The core has judged reversibility for the whole fleet; the engine sees only its own part of it.
+        allow_irreversible=True,
+    )
+
+
+STEP_KINDS: Final[Mapping[type, AdminOperationKind]] = {
+    PauseRequest: AdminOperationKind.PAUSE,
+    ResumeRequest: AdminOperationKind.RESUME,
+    FlushCachesRequest: AdminOperationKind.FLUSH_CACHES,
+    ReleaseResourcesRequest: AdminOperationKind.RELEASE_RESOURCES,
+    RestoreResourcesRequest: AdminOperationKind.RESTORE_RESOURCES,
+    UpdateWeightsRequest: AdminOperationKind.UPDATE_WEIGHTS,
+}
+"""The operation that each nested mutation is, for the capability check."""
