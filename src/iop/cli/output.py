@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.table import Table
 
 from iop.config import ConfigInvalid
 from iop.core.errors import IopError
@@ -29,18 +28,15 @@ def print_json(value: object) -> None:
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str) -> None:
-    """A plain table; ``empty`` is said when there is no row."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    count = 0
-    for row in rows:
-        table.add_row(*row)
-        count += 1
-    if count:
-        data.print(table)
-    else:
+    """A plain table, one line per row whatever the terminal's width, so that it can be piped; ``empty`` for no row."""
+    lines = [tuple(columns), *(tuple(row) for row in rows)]
+    if len(lines) == 1:
         data.print(empty)
+        return
+    used = [index for index in range(len(columns)) if any(line[index] for line in lines[1:])]
+    widths = {index: max(len(line[index]) for line in lines) for index in used}
+    for line in lines:
+        data.print("  ".join(line[index].ljust(widths[index]) for index in used).rstrip())
 
 
 def error_object(error: IopError) -> Mapping[str, Any]:
