@@ -53,6 +53,7 @@ class HttpFleet:
         self.server = server
         self.stub = stub
         self.port = port
+        self.node: Node | None = None
         self._callers: list[RawCaller] = []
 
     @property
@@ -86,6 +87,11 @@ class HttpFleet:
     def outcome(self, request_id: str) -> Outcome | None:
         record = self.edge.outcomes.find(request_id)
         return None if record is None else record.outcome
+
+    async def stop_node(self) -> None:
+        assert self.node is not None
+        self.node.stop()
+        await eventually(lambda: not self.edge.status.status()["nodes"][0]["connected"])
 
     async def close_callers(self) -> None:
         for caller in self._callers:
@@ -159,7 +165,7 @@ async def fleet_of(
             ) as edge,
             Listener(handler=edge.nodes, host="127.0.0.1", port=0) as listener,
         ):
-            api_keys = ApiKeys(keys, buffered_bytes=limits.buffered_bytes, now=clock.monotonic)
+            api_keys = ApiKeys(keys, buffered_bytes=limits.key_buffered_bytes, now=clock.monotonic)
             surface = EdgeHttp(
                 edge.dispatcher,
                 find_snapshot=lambda: edge.snapshot,
@@ -188,13 +194,14 @@ async def fleet_of(
                     stop_grace_s=1.0,
                 )
                 fleet = HttpFleet(edge, surface, server, stub, port)
+                fleet.node = node
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(node.run())
                     try:
                         await eventually(lambda: edge.status.status()["nodes"][0]["step"] == "ready")
                         stub.calls.clear()
                         yield fleet
-                        await fleet.close_callers()
                     finally:
+                        await fleet.close_callers()
                         node.stop()
                         node.stop()

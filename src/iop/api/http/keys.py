@@ -103,7 +103,7 @@ class ApiKeys:
 
     Args:
         specs: the keys; empty: the API is open.
-        buffered_bytes: what each may have buffered at once (SF-12).
+        buffered_bytes: what each may have buffered at once (``HttpLimits.key_buffered_bytes``, SF-12).
         now: monotonic seconds.
     """
 

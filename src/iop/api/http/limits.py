@@ -76,6 +76,11 @@ class HttpLimits:
     idle_timeout_s: float = IDLE_TIMEOUT_S
     linger_timeout_s: float = LINGER_TIMEOUT_S
 
+    @property
+    def key_buffered_bytes(self) -> int:
+        """What one API key may have buffered at once: a quarter of all, but always one largest body."""
+        return max(self.body_bytes, self.buffered_bytes // 4)
+
 
 class ByteBudget:
     """Counts bytes held against a bound; what was reserved is released once by whoever reserved it."""
