@@ -194,7 +194,7 @@ class Crew:
     def _drop_lost(self) -> None:
         now = self._clock.monotonic()
         for group, since in self._gone_since.items():
-            if group in self._pending and now - since >= self._timing.lost_after_s:
+            if group in self._pending and now >= since + self._timing.lost_after_s:
                 self._abandon(group, AdminErrorCode.PARTICIPANT_LOST)
 
     def _abandon(self, group: GroupId, why: AdminErrorCode) -> None:

@@ -199,7 +199,7 @@ class Reconciler:
             quarantine = snapshot.desired.quarantines.get(group)
             if quarantine is not None and not _is_restarted(quarantine, seen):
                 found.append(Remedy())
-                return None
+                return _with_instances(snapshot.desired, quarantine, seen)
             remedy = remedy_for(snapshot.desired, members, seen)
             found.append(remedy)
             if not remedy.steps:
@@ -341,11 +341,23 @@ def _is_busy(snapshot: Snapshot, group: GroupId) -> bool:
     return any(g.group_id == group for r in snapshot.running.values() for g in r.spec.groups)
 
 
+def _with_instances(
+    desired: Desired,
+    quarantine: QuarantineRecord,
+    seen: Mapping[ParticipantId, ParticipantReadBack],
+) -> Desired | None:
+    """Note the engine processes of a quarantined group that nobody had reached before; None when all are known."""
+    instances = {p: s.instance for p, s in seen.items() if s.instance} | dict(quarantine.instances)
+    if instances == quarantine.instances:
+        return None
+    noted = dataclasses.replace(quarantine, instances=instances)
+    return dataclasses.replace(
+        desired, quarantines=with_item(desired.quarantines, quarantine.group_id, noted)
+    )
+
+
 def _is_restarted(
     quarantine: QuarantineRecord, seen: Mapping[ParticipantId, ParticipantReadBack]
 ) -> bool:
     """Whether every engine process is another one than when the group was quarantined."""
-    return all(
-        s.instance and s.instance != quarantine.instances.get(p, s.instance if s.instance else "")
-        for p, s in seen.items()
-    )
+    return all(s.instance and quarantine.instances.get(p, s.instance) != s.instance for p, s in seen.items())
