@@ -265,7 +265,9 @@ class _Served:
 
     def _make_keys(self, config: EdgeConfig) -> ApiKeys:
         return http_keys(
-            config.api_keys, buffered_bytes=config.limits.buffered_bytes, now=self._clock.monotonic
+            config.api_keys,
+            buffered_bytes=http_limits(config.limits).key_buffered_bytes,
+            now=self._clock.monotonic,
         )
 
 
