@@ -246,6 +246,8 @@ class FakeStream:
         self.credit_returned = 0
         self.is_handed_over = connection.hands_over
         self.is_over = False
+        self.sent_bytes = 0
+        self.ended_with: str | None = None
         self._connection = connection
         self._tunnel = tunnel
         self._run = run
@@ -268,13 +270,20 @@ class FakeStream:
 
     # the Node's side
 
-    def start(self, status: int = 200) -> None:
+    def start(self, status: int = 200, headers: Sequence[Header] = ()) -> None:
         """RESPONSE_START."""
         if self._tunnel is not None:
-            self._tunnel.on_response_start(status=status, headers=(), framing=BodyFraming.CHUNKED)
+            self._tunnel.on_response_start(status=status, headers=headers, framing=BodyFraming.CHUNKED)
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the Edge has detached from it."""
+        return self._tunnel is None and self._run is None
 
     def send(self, data: bytes) -> None:
         """BODY."""
+        if not self.is_orphan:
+            self.sent_bytes += len(data)
         if self._tunnel is not None:
             self._tunnel.on_body(data)
 
@@ -293,6 +302,7 @@ class FakeStream:
         """ERROR, of a tunnel or a run."""
         if not self._over():
             return
+        self.ended_with = code
         error = StreamError(code=code, retryable=retryable, before_start=before_start)
         if self._tunnel is not None:
             self._tunnel.on_error(error)
@@ -329,6 +339,7 @@ class FakeEdgeConnection:
         self.hands_over = True
         self.is_ready = False
         self.close_reason: CloseReason | None = None
+        self.misuses = 0
         self.registered: list[RegisterResponse] = []
         self.acks: list[ReadyAck] = []
         self.streams: list[FakeStream] = []
@@ -439,6 +450,7 @@ class FakeEdgeConnection:
 
     def _require_ready(self) -> None:
         if not self.is_ready:
+            self.misuses += 1
             raise LocalProtocolError("the connection is not ready")
 
     def _opened(self, stream: FakeStream) -> FakeStream:

@@ -52,7 +52,7 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     keys = ApiKeyDirectory(
         [
-            ApiKeyGrant(name="team-a", key_sha256=secret_sha256("key-a")),
+            ApiKeyGrant(name="team-a", key_sha256=secret_sha256("key-a"), may=frozenset({"priority"})),
             ApiKeyGrant(name="team-b", key_sha256=secret_sha256("key-b")),
         ]
     )

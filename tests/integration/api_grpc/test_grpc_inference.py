@@ -532,6 +532,19 @@ async def test_a_key_covers_its_models_only(keyed: Opened, port: ScriptedPort) -
     assert refusal.info().reason == "MODEL_NOT_ALLOWED"
 
 
+@pytest.mark.clause("SF-16", "SF-21")
+async def test_priority_and_affinity_are_taken_only_from_keys_that_are_allowed_them(
+    server: Opened, keyed: Opened, port: ScriptedPort
+) -> None:
+    hints = (("openengine-routing-key", "k"), ("openengine-priority", "2"))
+    await generate(server, metadata=hints)
+    await generate(keyed, metadata=(*hints, ("authorization", "Bearer key-a")))
+    assert [call.hints for call in port.calls] == [
+        ports.RoutingHints(routing_key="k", priority=2),
+        ports.RoutingHints(),
+    ]
+
+
 @pytest.mark.clause("SF-23")
 async def test_an_abort_carries_the_name_of_its_key(keyed: Opened, port: ScriptedPort) -> None:
     request = lifecycle_pb2.AbortRequest(request_id="r-1")

@@ -41,7 +41,10 @@ def failure_of(error: IopError) -> RpcFailure:
     message = shorten(error.message, MESSAGE_CHARS_MAX)
     status = status_pb2.Status(code=code.value[0], message=message)
     info = error_details_pb2.ErrorInfo(
-        reason=error.reason, domain=ERROR_DOMAIN, metadata=bounded(error.details)
+        # Reasons of the HTTP surface and its dispatch are lower case in headers; here they are as ErrorInfo wants.
+        reason=error.reason.upper(),
+        domain=ERROR_DOMAIN,
+        metadata=bounded(error.details),
     )
     status.details.add().Pack(info)
     if error.retry_after_s is not None:

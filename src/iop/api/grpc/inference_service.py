@@ -10,6 +10,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, Final
 
 from iop.api.grpc.capabilities import check_supported
@@ -58,6 +59,10 @@ class InferenceService(openengine_pb2_grpc.InferenceServicer):
         """Decode and check everything that can be refused before the port is asked."""
         caller = current_api_caller()
         hints = read_hints(context.invocation_metadata() or ())
+        if "priority" not in caller.may:  # taken only from keys that are allowed it (SF-16)
+            hints = replace(hints, priority=None)
+        if "session" not in caller.may:
+            hints = replace(hints, routing_key="")
         call = decode_generate(request, request_id=uuid.uuid4().hex, hints=hints, caller=caller.name)
         model = self._inference.model_info(call.model)
         names = {call.model, model.served_model_name, *model.served_model_aliases}
