@@ -3,7 +3,7 @@
 Everything of one loop turn goes out in one write: calls from outside only mark the connection, and a turn of its own
 writes what has gathered. No task, future or queue belongs to a chunk.
 
-The transport's buffer limit is zero, so whatever the kernel does not take at once pauses us; what stands in our own
+The transport's buffer limit is one byte, so whatever the kernel does not take at once pauses us; what stands in our own
 buffers ahead of a control packet is then at most the one piece that was written last (EN-106).
 """
 
@@ -93,7 +93,8 @@ class Connection(asyncio.Protocol, Generic[SessionT]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is open."""
         self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(high=0)
+        # Not zero: asyncio's TLS transport pauses at "size >= high", and would so with nothing buffered at all.
+        self._transport.set_write_buffer_limits(high=1, low=0)
         address = transport.get_extra_info("peername")
         self._peer = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address or "")
         raw: socket.socket | None = transport.get_extra_info("socket")

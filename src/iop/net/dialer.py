@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -84,6 +86,14 @@ class Dialer:
                 reason="EDGE_CERTIFICATE_REFUSED",
             ) from exc
         except OSError as exc:
-            text = exc.strerror or type(exc).__name__
-            raise Unavailable(f"The Edge cannot be reached: {text}.", reason="CONNECT_FAILED") from exc
+            raise Unavailable(f"The Edge cannot be reached: {_text(exc)}.", reason="CONNECT_FAILED") from exc
         return connection
+
+
+def _text(error: OSError) -> str:
+    """Why, without the address that asyncio puts into its own text."""
+    if isinstance(error, socket.gaierror):
+        return "its name cannot be resolved"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed ({error.reason or 'no reason given'})"
+    return os.strerror(error.errno).lower() if error.errno else type(error).__name__
