@@ -20,7 +20,7 @@ from iop.adapters.base import (
     TunnelStream,
 )
 from iop.adapters.http_tunnel import refuse_tunnel
-from iop.adapters.openengine.channel import bearer, connect, error_of, open_channel
+from iop.adapters.openengine.channel import bearer, check_authority, connect, error_of, open_channel
 from iop.adapters.openengine.runs import GenerateRun
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ParticipantInfo
@@ -64,6 +64,7 @@ class OpenEngineAdapter:
             raise InvalidRequest(
                 f"adapter {config.name!r}: type openengine needs `openengine: HOST:PORT`", reason="NO_TARGET"
             )
+        check_authority(settings.tls_ca_pem)
         self._config = config
         self._settings = settings
         self._services = services

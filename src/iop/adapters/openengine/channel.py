@@ -61,12 +61,14 @@ _ERRORS: Final[Mapping[grpc.StatusCode, type[IopError]]] = MappingProxyType(
 )
 
 
-def open_channel(target: str, *, ca_pem: bytes) -> grpc.aio.Channel:
-    """A channel that connects when first used. TLS exactly when an authority is given.
+def check_authority(ca_pem: bytes) -> None:
+    """Raises InvalidRequest when an authority is given that is not PEM text."""
+    if ca_pem and b"-----BEGIN CERTIFICATE-----" not in ca_pem:
+        raise InvalidRequest("tls.ca: not a PEM certificate", reason="BAD_CA")
 
-    Raises:
-        InvalidRequest: the authority is not PEM text.
-    """
+
+def open_channel(target: str, *, ca_pem: bytes) -> grpc.aio.Channel:
+    """A channel that connects when first used. TLS exactly when an authority is given."""
     options = [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -82,8 +84,6 @@ def open_channel(target: str, *, ca_pem: bytes) -> grpc.aio.Channel:
     ]
     if not ca_pem:
         return grpc.aio.insecure_channel(target, options=options)
-    if b"-----BEGIN CERTIFICATE-----" not in ca_pem:
-        raise InvalidRequest("tls.ca: not a PEM certificate", reason="BAD_CA")
     return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(ca_pem), options=options)
 
 

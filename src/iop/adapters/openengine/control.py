@@ -20,7 +20,7 @@ from iop.adapters.base import AdapterServices, TunnelStream
 from iop.adapters.http_tunnel import refuse_tunnel
 from iop.adapters.openengine import steps
 from iop.adapters.openengine.admin_rpc import AdminRpc, OperationFailedError
-from iop.adapters.openengine.channel import bearer, connect, error_of, open_channel
+from iop.adapters.openengine.channel import bearer, check_authority, connect, error_of, open_channel
 from iop.admin.enums import AdminErrorCode, AdminOperationKind, PauseMode
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ActivePause, AdminProfile, ParticipantInfo
@@ -98,6 +98,7 @@ class OpenEngineControl:
     """
 
     def __init__(self, settings: OpenEngineSettings, services: AdapterServices) -> None:
+        check_authority(settings.tls_ca_pem)
         self._settings = settings
         self._services = services
         self._channel: grpc.aio.Channel | None = None
