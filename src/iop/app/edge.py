@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from iop.admin.core import AdminCore
-from iop.api.grpc.auth import PrincipalDirectory
-from iop.api.grpc.listeners import admin_listener, admin_receive_bytes_max
+from iop.api.grpc.auth import ApiKeyDirectory, PrincipalDirectory
+from iop.api.grpc.edge_port import EdgePort
+from iop.api.grpc.listeners import admin_listener, admin_receive_bytes_max, inference_listener
+from iop.api.grpc.rpc_metrics import RpcMetrics
 from iop.api.http.keys import ApiKeys
 from iop.api.http.openai import EdgeHttp
 from iop.api.http.ops import OpsServer, ops_app
@@ -31,7 +34,7 @@ from iop.app.home import open_home
 from iop.app.listening import binding, id_maker, process_owner, store_url, viewer_check
 from iop.app.process import Process, ProcessClock, Role
 from iop.app.sources import gather
-from iop.app.translate import file_tls, grpc_settings, http_keys, http_limits, principal_directory
+from iop.app.translate import api_keys, file_tls, grpc_settings, http_keys, http_limits, principal_directory
 from iop.config import EdgeConfig, Loaded, load_edge
 from iop.config.values import Address
 from iop.core.errors import IopError
@@ -99,6 +102,9 @@ class _Served:
         config = self._config
         self._running = _Running(revision=1, keys=self._make_keys(config))
         self._principals: PrincipalDirectory = principal_directory(config.admin)
+        self._callers: ApiKeyDirectory = api_keys(config.api_keys)
+        self._metrics = Metrics()
+        self._rpc_metrics = RpcMetrics(self._metrics)
         self.edge = Edge(
             snapshot_of(config, revision=1, now_unix_s=int(time.time())),
             clock=self._clock,
@@ -120,6 +126,12 @@ class _Served:
             owner=process_owner("edge"),
         )
         self.edge.participants.attach(self._core.participants_changed)
+        self._port = EdgePort(
+            self.edge.dispatcher,
+            find_snapshot=lambda: self.edge.snapshot,
+            clock=self._clock,
+            instance_id=secrets.token_hex(8),
+        )
 
     def facts(self) -> dict[str, Any]:
         """What programs may know: the addresses really bound."""
@@ -136,6 +148,7 @@ class _Served:
         await self._serve_nodes(stack)
         await self._serve_admin(stack)
         await self._serve_ops(stack)
+        await self._serve_openengine(stack)
         await self._serve_http(stack)
         self._heed_reload(stack)
 
@@ -181,16 +194,34 @@ class _Served:
                 insecure=self._config.insecure,
                 receive_bytes_max=admin_receive_bytes_max(self._core.limits),
             ),
+            control=self._port,
+            on_ended=self._rpc_metrics.on_ended,
         )
         with binding("admin", address):
             await stack.enter_async_context(listener.serving())
         self._addresses["admin"] = listener.address
 
+    async def _serve_openengine(self, stack: AsyncExitStack) -> None:
+        address = self._config.listen.openengine
+        if address is None:
+            return
+        listener = inference_listener(
+            self._port,
+            self._port,
+            self._callers,
+            grpc_settings(address, tls=self._config.tls.openengine, insecure=self._config.insecure),
+            admin_profile_revision=1 if self._config.listen.admin is not None else None,
+            on_ended=self._rpc_metrics.on_ended,
+        )
+        with binding("openengine", address):
+            await stack.enter_async_context(listener.serving())
+        self._addresses["openengine"] = listener.address
+
     async def _serve_ops(self, stack: AsyncExitStack) -> None:
         address = self._config.listen.ops
         if address is None:
             return
-        metrics = Metrics()
+        metrics = self._metrics
         metrics.registry.register(EdgeCollector(self.edge))
         tls = self._config.tls.ops
         server = OpsServer(
@@ -262,6 +293,8 @@ class _Served:
             _log.warning("config.needs_restart", extra={"keys": "listen, tls"})
         self.edge.apply_snapshot(snapshot)
         self._running = _Running(revision=snapshot.revision, keys=self._make_keys(config))
+        self._callers.replace(api_keys(config.api_keys).grants)
+        self._principals.replace(principal_directory(config.admin).grants)
 
     def _make_keys(self, config: EdgeConfig) -> ApiKeys:
         return http_keys(

@@ -105,7 +105,11 @@ class PrincipalDirectory:
     """Knows the principals of an admin listener."""
 
     def __init__(self, grants: Sequence[PrincipalGrant]) -> None:
-        self._grants = tuple(grants)
+        self.grants = tuple(grants)
+
+    def replace(self, grants: Sequence[PrincipalGrant]) -> None:
+        """Know these from the next call on; a reload of the config (EN-114)."""
+        self.grants = tuple(grants)
 
     def authenticate(self, credentials: Credentials) -> Principal:
         """The principal behind these credentials. A token decides if sent; a certificate counts without one.
@@ -115,9 +119,9 @@ class PrincipalDirectory:
         """
         if credentials.bearer is not None:
             digest = secret_sha256(credentials.bearer)
-            found = _find_by_digest(digest, [(grant.token_sha256, grant) for grant in self._grants])
+            found = _find_by_digest(digest, [(grant.token_sha256, grant) for grant in self.grants])
         elif credentials.names:
-            found = next((grant for grant in self._grants if grant.mtls_san in credentials.names), None)
+            found = next((grant for grant in self.grants if grant.mtls_san in credentials.names), None)
         else:
             _refuse("This listener needs a bearer token in the authorization metadata.", "NO_CREDENTIAL")
         if found is None:
@@ -153,7 +157,11 @@ class ApiKeyDirectory:
     """Knows the API keys of a public listener; without any, everybody is let in (loopback default)."""
 
     def __init__(self, grants: Sequence[ApiKeyGrant] = ()) -> None:
-        self._grants = tuple(grants)
+        self.grants = tuple(grants)
+
+    def replace(self, grants: Sequence[ApiKeyGrant]) -> None:
+        """Know these from the next call on; a reload of the config (EN-114)."""
+        self.grants = tuple(grants)
 
     def authenticate(self, credentials: Credentials) -> ApiCaller:
         """The caller behind these credentials.
@@ -161,12 +169,12 @@ class ApiKeyDirectory:
         Raises:
             Unauthenticated: keys are configured, and none or an unknown one was sent.
         """
-        if not self._grants:
+        if not self.grants:
             return ApiCaller(peer=credentials.peer)
         if credentials.bearer is None:
             _refuse("This listener needs an API key in the authorization metadata.", "NO_CREDENTIAL")
         digest = secret_sha256(credentials.bearer)
-        found = _find_by_digest(digest, [(grant.key_sha256, grant) for grant in self._grants])
+        found = _find_by_digest(digest, [(grant.key_sha256, grant) for grant in self.grants])
         if found is None:
             _refuse("The API key is not known here.", "UNKNOWN_CREDENTIAL")
         return ApiCaller(name=found.name, models=found.models, may=found.may, peer=credentials.peer)
