@@ -38,6 +38,7 @@ class Connection(asyncio.Protocol, Generic[SessionT]):
         session: fresh; this connection owns it.
         loop: the running loop; its clock is the session's.
         unix_nanos: wall clock, for heartbeats and the skew shown.
+        on_made: called once the transport is there; behind TLS only after its handshake, or never.
         on_gone: called once the transport is gone.
     """
 
@@ -47,11 +48,13 @@ class Connection(asyncio.Protocol, Generic[SessionT]):
         session: SessionT,
         loop: asyncio.AbstractEventLoop,
         unix_nanos: Callable[[], int] = time.time_ns,
+        on_made: Callable[[], None] | None = None,
         on_gone: Callable[[], None] | None = None,
     ) -> None:
         self.session: SessionT = session
         self._loop = loop
         self._unix_nanos = unix_nanos
+        self._on_made = on_made
         self._on_gone = on_gone
         self._transport: asyncio.Transport | None = None
         self._peer = ""
@@ -101,6 +104,9 @@ class Connection(asyncio.Protocol, Generic[SessionT]):
         if raw is not None and raw.family in {socket.AF_INET, socket.AF_INET6}:
             # A delayed small frame costs tens of milliseconds of first-token time.
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._on_made is not None:
+            self._on_made()
+            self._on_made = None
         self._arm()
         self._mark()
 

@@ -74,6 +74,7 @@ class EdgeWire(Connection[EdgeSession]):
         settings: limits and times.
         loop: the running loop.
         unix_nanos: wall clock.
+        on_made: called once the transport is there.
         on_gone: called once the transport is gone.
         on_registered: called when the registration was accepted; the peer is a stranger no more.
     """
@@ -85,11 +86,12 @@ class EdgeWire(Connection[EdgeSession]):
         settings: SessionSettings,
         loop: asyncio.AbstractEventLoop,
         unix_nanos: Callable[[], int] = time.time_ns,
+        on_made: Callable[[], None] | None = None,
         on_gone: Callable[[], None] | None = None,
         on_registered: Callable[[], None] | None = None,
     ) -> None:
         session = EdgeSession(settings=settings, now=loop.time())
-        super().__init__(session=session, loop=loop, unix_nanos=unix_nanos, on_gone=on_gone)
+        super().__init__(session=session, loop=loop, unix_nanos=unix_nanos, on_made=on_made, on_gone=on_gone)
         self._handler = handler
         self._on_registered = on_registered
         self._calls: dict[int, asyncio.Future[Any]] = {}

@@ -86,6 +86,7 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._connections: set[EdgeWire] = set()
         self._strangers = 0
+        self._shaking_hands = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self.counters = ListenerCounters()
@@ -199,36 +200,83 @@ class Listener:
 
     def _accept(self, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
         # The cap comes before any state: a refused stranger costs one small object until it is cut.
-        if len(self._connections) >= self._connections_max or self._strangers >= self._strangers_max:
+        if (
+            len(self._connections) + self._shaking_hands >= self._connections_max
+            or self._strangers + self._shaking_hands >= self._strangers_max
+        ):
             self.counters.refused_full += 1
             return _Cut()
         self.counters.accepted += 1
-        is_stranger = True
-
-        def on_registered() -> None:
-            nonlocal is_stranger
-            if is_stranger:
-                is_stranger = False
-                self._strangers -= 1
-
-        def on_gone() -> None:
-            on_registered()
-            self._connections.discard(connection)
-            if not self._connections:
-                self._empty.set()
-
-        connection = EdgeWire(
+        slot = _Slot(self, loop)
+        slot.connection = EdgeWire(
             handler=self._handler,
             settings=self.settings,
             loop=loop,
             unix_nanos=self._unix_nanos,
-            on_gone=on_gone,
-            on_registered=on_registered,
+            on_made=slot.be_stranger,
+            on_gone=slot.leave,
+            on_registered=slot.be_known,
         )
-        self._strangers += 1
+        return slot.connection
+
+    def count(self, *, shaking_hands: int = 0, strangers: int = 0) -> None:
+        """For slots: the figures that the caps look at."""
+        self._shaking_hands += shaking_hands
+        self._strangers += strangers
+
+    def enter(self, connection: EdgeWire) -> None:
+        """For slots: its transport is there."""
         self._connections.add(connection)
         self._empty.clear()
-        return connection
+
+    def leave(self, connection: EdgeWire) -> None:
+        """For slots: its transport is gone."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._empty.set()
+
+
+class _Slot:
+    """Which of the caps one connection counts against.
+
+    asyncio makes the protocol when it accepts, but says nothing to it when the TLS handshake fails. So a connection
+    begins as one that shakes hands, and is forgotten as such when the time for that is over.
+    """
+
+    __slots__ = ("_forget", "_is_shaking_hands", "_is_stranger", "_listener", "connection")
+
+    connection: EdgeWire
+
+    def __init__(self, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
+        self._listener = listener
+        self._is_shaking_hands = True
+        self._is_stranger = False
+        self._forget = loop.call_later(listener.settings.handshake_timeout_s + 1, self._end_handshake)
+        listener.count(shaking_hands=1)
+
+    def be_stranger(self) -> None:
+        """The transport is there."""
+        self._end_handshake()
+        self._is_stranger = True
+        self._listener.count(strangers=1)
+        self._listener.enter(self.connection)
+
+    def be_known(self) -> None:
+        """It registered."""
+        if self._is_stranger:
+            self._is_stranger = False
+            self._listener.count(strangers=-1)
+
+    def leave(self) -> None:
+        """The transport is gone."""
+        self.be_known()
+        self._listener.leave(self.connection)
+
+    def _end_handshake(self) -> None:
+        if self._is_shaking_hands:
+            self._is_shaking_hands = False
+            self._forget.cancel()
+            self._listener.count(shaking_hands=-1)
 
 
 class _Cut(asyncio.Protocol):

@@ -19,6 +19,7 @@ from iop.net.listener import Listener
 from iop.net.tls import ClientTls, ServerTls
 from iop.testing import packets as make
 from iop.testing.wire_ends import PlainEdge, PlainNode, eventually
+from iop.wire.session import SessionSettings
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
 
@@ -143,6 +144,35 @@ def test_plain_bytes_to_a_tls_listener_end_that_connection_alone(files: Files) -
             assert node.closed
             assert not node.acks
             assert (await become_ready(listener.port, files.client())).acks
+
+    run(asyncio.new_event_loop, scenario())
+
+
+@pytest.mark.clause("EN-104")
+def test_failed_handshakes_hold_no_place_for_long_and_do_not_hold_up_a_stop(files: Files) -> None:
+    async def scenario() -> None:
+        settings = SessionSettings(handshake_timeout_s=0.2)
+        loop = asyncio.get_running_loop()
+        async with Listener(
+            handler=PlainEdge(),
+            host="127.0.0.1",
+            port=0,
+            tls=files.server(),
+            settings=settings,
+            strangers_max=2,
+        ) as listener:
+            for _ in range(2):
+                reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+                writer.write(b"this is no TLS at all, and that ends it")
+                await reader.read()
+                writer.close()
+            assert listener.connections_open == 0
+            assert not (await become_ready(listener.port, files.client())).acks
+            assert listener.counters.refused_full == 1
+            await asyncio.sleep(1.3)
+            assert (await become_ready(listener.port, files.client())).acks
+            stopping_at = loop.time()
+        assert loop.time() - stopping_at < 1
 
     run(asyncio.new_event_loop, scenario())
 
