@@ -78,7 +78,7 @@ def open_channel(target: str, *, ca_pem: bytes) -> grpc.aio.Channel:
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
     ]
@@ -102,19 +102,14 @@ async def connect(channel: grpc.aio.Channel, *, timeout_s: float = CONNECT_TIMEO
     state = channel.get_state(try_to_connect=True)
     if state is grpc.ChannelConnectivity.READY:
         return
-    # A channel in back-off still shows its last failure; this dial's own failure is the one that counts.
-    saw_connecting = False
     try:
         async with asyncio.timeout(timeout_s):
             while state is not grpc.ChannelConnectivity.READY:
                 if state is grpc.ChannelConnectivity.SHUTDOWN:
                     raise Unavailable("the adapter is closed", reason="CLOSED")
-                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and saw_connecting:
+                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                    # The last dial failed, at most a second ago; the channel goes on dialling by itself.
                     raise Unavailable("the engine cannot be reached", reason="ENGINE_UNREACHABLE")
-                saw_connecting = saw_connecting or state in {
-                    grpc.ChannelConnectivity.CONNECTING,
-                    grpc.ChannelConnectivity.IDLE,
-                }
                 await channel.wait_for_state_change(state)
                 state = channel.get_state(try_to_connect=True)
     except TimeoutError as exc:
