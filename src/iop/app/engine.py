@@ -99,6 +99,7 @@ class _Served:
                 slots=config.slots,
             )
         )
+        self._port = EnginePort(self._engine, clock=self._clock)
 
     def facts(self) -> dict[str, Any]:
         """What programs may know: addresses, model, slots."""
@@ -180,6 +181,7 @@ class _Served:
                 insecure=self._config.insecure,
                 receive_bytes_max=admin_receive_bytes_max(core.limits),
             ),
+            control=self._port,
         )
         with binding("admin", address):
             await stack.enter_async_context(listener.serving())
@@ -189,10 +191,9 @@ class _Served:
         address = self._config.listen.openengine
         if address is None:
             return
-        port = EnginePort(self._engine, clock=self._clock)
         listener = inference_listener(
-            port,
-            port,
+            self._port,
+            self._port,
             ApiKeyDirectory(),
             grpc_settings(address, tls=None, insecure=self._config.insecure),
             admin_profile_revision=1 if self._config.listen.admin is not None else None,
