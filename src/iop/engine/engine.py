@@ -114,8 +114,8 @@ class Engine:
         if not 1 <= settings.slots <= SLOTS_MAX:
             raise InvalidRequest(f"`slots` must be from 1 to {SLOTS_MAX}.", details={"field": "slots"})
         for name in ("kv_blocks", "kv_block_tokens", "prefill_chunk_tokens"):
-            if not 1 <= getattr(settings, name) <= 2**20:
-                raise InvalidRequest(f"`{name}` must be from 1 to 1048576.", details={"field": name})
+            if not 1 <= getattr(settings, name) <= 2**17:
+                raise InvalidRequest(f"`{name}` must be from 1 to 131072.", details={"field": name})
         if settings.waiting_max < 0 or settings.pad_weights_to_bytes < 0:
             raise InvalidRequest("`waiting_max` and `pad_weights_to_bytes` must not be negative.")
 

@@ -277,3 +277,25 @@ async def test_a_driven_engine_takes_nothing_until_its_gates_are_opened(settings
         assert (engine.counters().waiting, engine.counters().running) == (1, 0)
         engine.set_gate(is_open=True)
         assert isinstance((await collect(stream))[-1], Finished)
+
+
+@pytest.mark.clause("AD-18", "AD-41")
+async def test_a_harder_pause_takes_over_a_drain_that_is_still_waiting(server: Server) -> None:
+    stream = server.engine.generate(request("long", max_tokens=1900))
+    await anext(stream)
+    ended: list[BaseException] = []
+
+    async def drain() -> None:
+        try:
+            await server.pause(PauseMode.DRAIN)
+        except IopError as exc:
+            ended.append(exc)
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        group.create_task(drain())
+        await eventually(lambda: not server.engine._running().runner.scheduler.can_admit)
+        paused = await server.pause(PauseMode.ABORT)
+    assert paused.aborted == 1
+    assert len(ended) == 1
+    assert server.engine.state is EngineState.PAUSED
+    assert isinstance((await collect(stream))[-1], Finished)
