@@ -60,15 +60,15 @@ def bounded(details: Mapping[str, str]) -> dict[str, str]:
     kept: dict[str, str] = {}
     left = METADATA_BYTES_MAX
     for key, value in details.items():
-        room = left - len(key)
+        room = left - len(key.encode())
         if room <= 0:
             break
         text = shorten(value, room // 4) if len(value.encode()) > room else value
         kept[key] = text
-        left -= len(key) + len(text.encode())
+        left -= len(key.encode()) + len(text.encode())
     return kept
 
 
 def shorten(text: str, chars_max: int) -> str:
     """At most `chars_max` characters, with an ellipsis where something was cut."""
-    return text if len(text) <= chars_max else text[: max(0, chars_max - 3)] + "..."
+    return text if len(text) <= chars_max else text[: max(0, chars_max - 3)] + "..."[:chars_max]
