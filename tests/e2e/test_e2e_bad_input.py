@@ -28,8 +28,17 @@ def test_a_taken_port_is_named_by_address_and_listener(tmp_path: Path, flag: str
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         done = iop("up", *UP_FLAGS, f"--{flag}", address, home=tmp_path)
     assert done.returncode == 1
-    assert f"Cannot listen on {address} ({flag.removeprefix('engine-')})" in done.stderr
+    assert f"Cannot listen on {address} ({flag})" in done.stderr
     assert not (tmp_path / "run.json").exists()
+
+
+def test_a_part_names_its_taken_port_too(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = iop("engine", "--http", address, "--openengine", ANY, "--admin", ANY, home=tmp_path)
+    assert done.returncode == 1
+    assert f"Cannot listen on {address} (http): another process has that address" in done.stderr
+    assert not (tmp_path / "engine.json").exists()
 
 
 @pytest.mark.clause("EN-23", "EN-24")

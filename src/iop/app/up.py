@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +21,12 @@ from typing import Any, Final
 
 from iop.app.development import SHUTDOWN_GRACE_S, make_tokens, write_edge, write_engine, write_node
 from iop.app.home import RUN_FILE, RunFile, open_home, write_private
+from iop.app.listening import binding
 from iop.app.part import Part, how_it_ended
 from iop.app.process import Process
+from iop.app.sources import OsSecrets
+from iop.config import Sources, load_edge, load_engine
+from iop.config.values import Address
 from iop.core.errors import Unavailable
 
 __all__ = ["Started", "Up", "UpOptions"]
@@ -119,6 +125,7 @@ class Up:
             path.mkdir(mode=0o700, exist_ok=True)
         tokens = make_tokens()
         options = self._options
+        _check_addresses(options)
 
         engine_file = write_engine(
             directory, tokens=tokens, listen=options.engine, settings=options.engine_settings
@@ -183,6 +190,35 @@ class Up:
     def _kill_all(self) -> None:
         for part in self._parts:
             part.kill_nowait()
+
+
+def _check_addresses(options: UpOptions) -> None:
+    """Find a taken address before anything is started; each part still says by itself if it loses a race for one.
+
+    Raises:
+        ConfigInvalid: a flag is no address.
+        Unavailable: an address cannot be had.
+    """
+    engine = load_engine(Sources(secrets=OsSecrets({}), flags=_as_flags(options.engine, "engine-"))).config
+    edge = load_edge(Sources(secrets=OsSecrets({}), flags=_as_flags(options.edge, ""))).config
+    for prefix, listen in (("engine-", engine.listen), ("", edge.listen)):
+        for item in dataclasses.fields(listen):
+            address: Address | None = getattr(listen, item.name)
+            if address is not None and address.path is None and address.port != 0:
+                with binding(f"{prefix}{item.name}", address):
+                    _try_bind(address)
+
+
+def _try_bind(address: Address) -> None:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        trial.bind((address.host, address.port))
+        trial.listen(1)
+
+
+def _as_flags(listen: Mapping[str, str], prefix: str) -> dict[str, tuple[str, str]]:
+    return {f"listen.{name}": (text, f"--{prefix}{name}") for name, text in listen.items()}
 
 
 def _facts(run: RunFile) -> dict[str, Any]:
