@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 from iop.admin import planner
 from iop.admin.capability import cancellable_kinds
@@ -31,7 +31,7 @@ from iop.admin.permissions import (
     require,
     require_cancel,
 )
-from iop.admin.profile import AdminLimits, AdminProfile
+from iop.admin.profile import AdminLimits, AdminProfile, ParticipantInfo
 from iop.admin.profiles import profile_of
 from iop.admin.reconciler import Reconciler, ReconcilerTiming
 from iop.admin.records import OperationRecord, view_of
@@ -74,6 +74,7 @@ class CoreTiming:
 
     Attributes:
         first_look_timeout_s: how long readiness waits for the first reconciliation of connected participants.
+        reconcile_wait_s: how long an acceptance waits for participants that just came back.
         store_probe_s: how often the store is asked whether it can be written (AD-06, AD-100).
         expiry_period_s: how often old operations are forgotten.
     """
@@ -81,6 +82,7 @@ class CoreTiming:
     executor: ExecutorTiming = dataclasses.field(default_factory=ExecutorTiming)
     reconciler: ReconcilerTiming = dataclasses.field(default_factory=ReconcilerTiming)
     first_look_timeout_s: float = 10.0
+    reconcile_wait_s: float = 5.0
     store_probe_s: float = 5.0
     expiry_period_s: float = 3600.0
 
@@ -98,6 +100,8 @@ class MutationCall:
     request: MutationRequest
     request_sha256: bytes
 
+
+T = TypeVar("T")
 
 _Accepted: TypeAlias = OperationId | IopError
 
@@ -386,10 +390,19 @@ class AdminCore:
             request=call.request,
             request_sha256=call.request_sha256,
             operation_id=operation_id,
-            participants=self._driver.participants(),
+            participants=self._selectable(),
             limits=self._limits,
             now_unix_nanos=self._clock.unix_nanos(),
         )
+
+    def _selectable(self) -> Sequence[ParticipantInfo]:
+        """Participants as operations may select them: one that is not reconciled yet counts as offline (AD-35)."""
+        participants = self._driver.participants()
+        unreconciled = self._reconciler.unreconciled(participants)
+        return [
+            dataclasses.replace(p, connected=False) if p.group_id in unreconciled else p
+            for p in participants
+        ]
 
     def _require_ready(self) -> None:
         if not self._ready.is_set():
@@ -424,12 +437,24 @@ class AdminCore:
     async def _accept_shielded(self, call: MutationCall) -> OperationId:
         """Accept in a task of our own: a caller who leaves meanwhile must not leave an accepted operation idle."""
         self._require_ready()
-        assert self._tasks is not None
-        task = self._tasks.create_task(self._accept_or_refusal(call), name="admin accept")
-        outcome = await asyncio.shield(task)
+        outcome = await asyncio.shield(self._spawn(self._accept_or_refusal(call), name="admin accept"))
         if isinstance(outcome, IopError):
             raise outcome
         return outcome
+
+    def _spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """Start a task of the core's own.
+
+        Raises:
+            Unavailable: NOT_READY, the server is stopping.
+        """
+        try:
+            if self._tasks is not None:
+                return self._tasks.create_task(work, name=name)
+        except RuntimeError:
+            pass  # the group is shutting down
+        work.close()
+        raise Unavailable("the server is stopping", reason="NOT_READY", retry_after_s=1.0)
 
     async def _accept_or_refusal(self, call: MutationCall) -> _Accepted:
         try:
@@ -449,6 +474,7 @@ class AdminCore:
         replay = await self._journal.find_key(claim)
         if replay is not None:
             return replay.operation_id
+        await self._reconciler.settled(timeout_s=self._timing.reconcile_wait_s)
         call = dataclasses.replace(call, request=await spool(self._journal, call.request))
         inp = await self._judged(self._plan_input(call, self._new_id()))
         accepted = await self._journal.accept(claim, lambda snapshot: planner.accept(inp, snapshot))
@@ -456,10 +482,7 @@ class AdminCore:
             return accepted.operation_id
         self._store_ok = True
         operation_id = accepted.operation_id
-        assert self._tasks is not None
-        self._tasks.create_task(
-            self._execute(operation_id, is_recovery=False), name=f"op {operation_id}"
-        )
+        self._spawn(self._execute(operation_id, is_recovery=False), name=f"op {operation_id}")
         self._drop_superseded(accepted)
         return operation_id
 

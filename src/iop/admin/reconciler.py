@@ -19,7 +19,7 @@ from iop.admin.journal import Journal, Snapshot
 from iop.admin.participant import ParticipantDriver
 from iop.admin.profile import ParticipantInfo
 from iop.admin.reconcile import Remedy, remedy_for
-from iop.admin.steps import ParticipantReadBack, Step, StepCall
+from iop.admin.steps import CommitWeightsStep, ParticipantReadBack, Step, StepCall
 from iop.admin.targets import by_group
 from iop.core.clock import Clock
 from iop.core.ids import GroupId, OperationId, ParticipantId
@@ -70,6 +70,7 @@ class Reconciler:
         self._known: dict[GroupId, tuple[str, ...]] = {}
         self._remedies: dict[GroupId, asyncio.Event] = {}
         self._wake = asyncio.Event()
+        self._looked = asyncio.Event()
         self.last_seen: dict[ParticipantId, ParticipantReadBack] = {}
 
     def unreconciled(self, participants: Sequence[ParticipantInfo]) -> frozenset[GroupId]:
@@ -109,6 +110,8 @@ class Reconciler:
             if is_full:
                 next_full_look = self._clock.monotonic() + self._timing.period_s
             await self.look(everybody=is_full)
+            self._looked.set()
+            self._looked = asyncio.Event()
 
     async def look(self, *, everybody: bool) -> None:
         """One pass over the groups that need one, or over all that are connected."""
@@ -174,6 +177,8 @@ class Reconciler:
             why = await self._remedy(group, members, remedy, ordinal)
             if why:
                 await self._quarantine(group, members, seen, why)
+            else:
+                await self._note_digests(members, remedy)
         await self._lift_if_restarted(group, members, seen)
         self._known[group] = identity
 
@@ -256,6 +261,48 @@ class Reconciler:
                 if self._clock.monotonic() >= until:
                     crew.abandon(AdminErrorCode.DEADLINE_EXCEEDED)
                     until = self._clock.monotonic() + 1.0
+
+    async def _note_digests(self, members: Sequence[ParticipantInfo], remedy: Remedy) -> None:
+        """Remember the content that a reload put in place and verified: labels recur, identities do not."""
+        loaded = [s.body for s in remedy.steps if isinstance(s.body, CommitWeightsStep)]
+        digests = {
+            p.participant_id: self.last_seen[p.participant_id].content_digest
+            for p in members
+            if p.participant_id in self.last_seen
+        }
+        if not loaded:
+            return
+
+        def note(snapshot: Snapshot) -> Desired | None:
+            weights = snapshot.desired.weights
+            for body in loaded:
+                record = weights.get(body.model)
+                if record is not None and record.version == body.weight_version:
+                    merged = {**record.digests, **{p: d for p, d in digests.items() if d}}
+                    weights = with_item(
+                        weights, body.model, dataclasses.replace(record, digests=merged)
+                    )
+            return dataclasses.replace(snapshot.desired, weights=weights)
+
+        await self._journal.amend(note)
+
+    async def settled(self, *, timeout_s: float) -> None:
+        """Wait until every connected group was reconciled or could not be, but not for ever."""
+        self._wake.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while await self._awaited():
+                    await self._looked.wait()
+        except TimeoutError:
+            logger.warning("reconcile.awaited_in_vain")
+
+    async def _awaited(self) -> bool:
+        """Whether some group that no operation holds still waits for its turn."""
+        candidates = self._candidates(self._driver.participants(), everybody=False)
+        if not candidates:
+            return False
+        snapshot = await self._journal.snapshot()
+        return any(not _is_busy(snapshot, group) for group in candidates)
 
     async def _adopt_weights(
         self, members: tuple[ParticipantInfo, ...], seen: Mapping[ParticipantId, ParticipantReadBack]

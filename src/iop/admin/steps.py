@@ -103,6 +103,9 @@ class RestoreStep:
 class PrepareWeightsStep:
     """Check the source (visible, shapes, digests, space) and stage it; touch nothing served. Undo: `UndoWeightsStep`.
 
+    What is staged or held belongs to the operation that asked: the next operation's prepare discards it, and an undo
+    of an operation that staged nothing here does nothing.
+
     Attributes:
         hold_previous: keep the old weights until commit, because their source cannot be read again.
     """
@@ -142,6 +145,8 @@ class CommitWeightsStep:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UndoWeightsStep:
     """Put the previous weights back where they were replaced, drop what was staged. No-op where nothing changed.
+
+    The reported label is not touched: it was never changed before commit (AD-38).
 
     Attributes:
         previous_source: where they can be read from; absent when they are held.

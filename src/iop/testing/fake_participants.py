@@ -141,6 +141,7 @@ class FakeRank:
     content: str = "base"
     label: str = "v0"
     staged: str | None = None
+    staged_by: str = ""
     held: str | None = None
     cached: dict[CacheKind, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(CacheKind, 3))
     profiles: set[str] = dataclasses.field(default_factory=set)
@@ -358,7 +359,7 @@ class FakeFleet:
                 rank.restart()
                 return self._error(call, rank, "the rank crashed")
             case FaultKind.LIE | FaultKind.WRONG_DIGEST | None:
-                return self._obey(call.body, rank, fault)
+                return self._obey(call.operation_id, call.body, rank, fault)
 
     def _error(
         self,
@@ -374,7 +375,9 @@ class FakeFleet:
         )
         return ParticipantOutcome(participant_id=rank.participant_id, error=error, changed=changed)
 
-    def _obey(self, body: Step, rank: FakeRank, fault: FaultKind | None) -> ParticipantOutcome:
+    def _obey(
+        self, operation_id: str, body: Step, rank: FakeRank, fault: FaultKind | None
+    ) -> ParticipantOutcome:
         me = rank.participant_id
         does = fault is not FaultKind.LIE
         if does:
@@ -400,8 +403,9 @@ class FakeFleet:
                 amounts = tuple(ResourceAmount(participant_id=me, kind=k, bytes=1024) for k in kinds)
                 return ParticipantOutcome(participant_id=me, amounts=amounts)
             case PrepareWeightsStep(source=source):
-                rank.staged = content_of(source) if does else rank.staged
-                rank.held = rank.content
+                if does:
+                    rank.staged, rank.staged_by = content_of(source), operation_id
+                    rank.held = rank.content
             case ApplyWeightsStep(source=source, restores_weights=restores):
                 if does:
                     rank.content = rank.staged or content_of(source)
@@ -426,10 +430,10 @@ class FakeFleet:
             case CommitWeightsStep(weight_version=version):
                 if does:
                     rank.label, rank.staged, rank.held = version, None, None
-            case UndoWeightsStep(previous_source=source, previous_weight_version=version):
-                if does and rank.staged is not None:
+            case UndoWeightsStep(previous_source=source):
+                if does and rank.staged is not None and rank.staged_by == operation_id:
                     rank.content = rank.held or (content_of(source) if source else rank.content)
-                    rank.label, rank.staged, rank.held = version, None, None
+                    rank.staged, rank.held = None, None
             case StartProfileStep(profile_id=profile):
                 if does:
                     rank.profiles.add(profile)

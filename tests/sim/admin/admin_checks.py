@@ -62,9 +62,7 @@ def flush(key: str) -> FlushCachesRequest:
     )
 
 
-def release(
-    key: str, *kinds: ResourceKind, spec: PauseSpec | None = DRAIN
-) -> ReleaseResourcesRequest:
+def release(key: str, *kinds: ResourceKind, spec: PauseSpec | None = DRAIN) -> ReleaseResourcesRequest:
     kinds = kinds or (ResourceKind.KV_CACHE,)
     return ReleaseResourcesRequest(
         options=opts(key),
@@ -81,7 +79,9 @@ def restore(key: str, epoch: int, *kinds: ResourceKind) -> RestoreResourcesReque
     )
 
 
-def update(key: str, version: str, *, quiesce: PauseSpec | None = DRAIN, **more: object) -> UpdateWeightsRequest:
+def update(
+    key: str, version: str, *, quiesce: PauseSpec | None = DRAIN, **more: object
+) -> UpdateWeightsRequest:
     return UpdateWeightsRequest(
         options=opts(key, **more),
         model="m",
@@ -93,9 +93,7 @@ def update(key: str, version: str, *, quiesce: PauseSpec | None = DRAIN, **more:
 
 
 def start_profile(key: str) -> StartProfileRequest:
-    return StartProfileRequest(
-        options=opts(key), target=AllTargets(), kinds=(ProfilerKind.CPU,)
-    )
+    return StartProfileRequest(options=opts(key), target=AllTargets(), kinds=(ProfilerKind.CPU,))
 
 
 def stop_profile(key: str, profile_id: str) -> StopProfileRequest:
@@ -170,9 +168,7 @@ async def check_at_rest(world: AdminWorld) -> None:
         assert [e.sequence for e in events] == list(range(1, len(events) + 1))
         assert [e.is_terminal for e in events] == [False] * (len(events) - 1) + [True], operation_id
         assert record.moves.state.is_terminal
-    revisions = [
-        r.moves.revision_after for r in store.records.values() if r.moves.revision_after is not None
-    ]
+    revisions = [r.moves.revision_after for r in store.records.values() if r.moves.revision_after is not None]
     assert store.desired.revision == max(revisions, default=0)
     desired = store.desired
     fleet = world.fleet
@@ -191,7 +187,6 @@ async def check_at_rest(world: AdminWorld) -> None:
             )
             weights = desired.weights.get("m")
             rank = fleet.ranks[p.participant_id]
-            if not is_quarantined and weights is not None and weights.operation_id:
+            is_loaded = ResourceKind.WEIGHTS not in rank.released
+            if not is_quarantined and is_loaded and weights is not None and weights.operation_id:
                 assert rank.content == f"/weights/{weights.version}"
-            if not is_quarantined:
-                assert rank.staged is None

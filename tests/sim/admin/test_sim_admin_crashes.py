@@ -10,16 +10,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from admin_checks import OPERATIONS, at_rest, check_at_rest, opts, prepare  # noqa: E402
+from admin_checks import OPERATIONS, at_rest, check_at_rest, opts, prepare
 
-from iop.admin.requests import MutationRequest  # noqa: E402
-from iop.admin.results import OperationAccepted, OperationCompleted  # noqa: E402
-from iop.testing.admin_world import AdminWorld, run_world  # noqa: E402
+from iop.admin.requests import MutationRequest
+from iop.admin.results import OperationAccepted, OperationCompleted
+from iop.testing.admin_world import AdminWorld, run_world
 
 
-async def _crash_and_recover(
-    world: AdminWorld, name: str, crash_after: int, *, engines_too: bool
-) -> bool:
+async def _crash_and_recover(world: AdminWorld, name: str, crash_after: int, *, engines_too: bool) -> bool:
     """Returns whether the crash point was reached at all."""
     request: MutationRequest
     before: set[str] = set()

@@ -10,11 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from admin_checks import OPERATIONS, at_rest, check_at_rest, opts, prepare  # noqa: E402
+from admin_checks import OPERATIONS, at_rest, check_at_rest, opts, prepare
 
-from iop.admin.results import OperationCompleted, OperationFailed  # noqa: E402
-from iop.testing.admin_world import AdminWorld, run_world  # noqa: E402
-from iop.testing.fake_participants import FaultKind  # noqa: E402
+from iop.admin.results import OperationCompleted, OperationFailed
+from iop.testing.admin_world import AdminWorld, run_world
+from iop.testing.fake_participants import FaultKind
 
 STEPS = {
     "flush": ("FlushStep",),

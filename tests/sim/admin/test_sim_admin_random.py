@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from admin_checks import (  # noqa: E402
+from admin_checks import (
     ABORT,
     DRAIN,
     KEEP,
@@ -31,11 +31,11 @@ from admin_checks import (  # noqa: E402
     update,
 )
 
-from iop.admin.enums import CancelDisposition, ResourceKind  # noqa: E402
-from iop.admin.requests import MutationRequest  # noqa: E402
-from iop.core.errors import IopError  # noqa: E402
-from iop.testing.admin_world import ADMIN, AdminWorld, run_world  # noqa: E402
-from iop.testing.fake_participants import FaultKind  # noqa: E402
+from iop.admin.enums import CancelDisposition, ResourceKind
+from iop.admin.requests import MutationRequest
+from iop.core.errors import IopError
+from iop.testing.admin_world import ADMIN, AdminWorld, run_world
+from iop.testing.fake_participants import FaultKind
 
 STEP_NAMES = (
     "",
