@@ -52,8 +52,11 @@ class Arena:
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(self._fd, self.size)
         self._map = mmap.mmap(self._fd, self.size)
+        # `frombuffer` pins the mapping while a view lives, so closing too early is an error and no dangling pointer.
         self.arrays: dict[str, NDArray[Any]] = {
-            key: np.ndarray(spec.shape, dtype=spec.dtype, buffer=self._map, offset=offsets[key])
+            key: np.frombuffer(
+                self._map, dtype=spec.dtype, count=math.prod(spec.shape), offset=offsets[key]
+            ).reshape(spec.shape)
             for key, spec in specs.items()
         }
         # Resident from the start, as an engine's preallocated memory is; else a release would give back only what was

@@ -179,7 +179,7 @@ class TensorFile:
             except (TypeError, KeyError, ValueError) as exc:
                 raise _damaged(f"its header has no sound entry for {name[:80]!r}") from exc
             sound = all(type(n) is int and 0 <= n < 2**31 for n in (*shape, begin, end)) and len(shape) <= 8
-            if not sound or dtype not in _DTYPES:
+            if not sound or not isinstance(dtype, str) or dtype not in _DTYPES:
                 raise _damaged(f"{name[:80]!r} must have dtype {', '.join(_DTYPES)} and a sound shape")
             if end - begin != math.prod(shape) * _DTYPES[dtype][1] or 8 + length + end > size:
                 raise _damaged(f"{name[:80]!r} does not have the bytes that its shape needs")

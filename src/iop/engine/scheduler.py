@@ -195,7 +195,8 @@ class Scheduler:
         leader = sequence.leader
         if leader is not None and leader.is_live and not leader.is_prefilled:
             return False
-        return self.can_admit or sequence.must_finish
+        # What has started before is no new work: preempted, it comes back although admission is closed.
+        return self.can_admit or sequence.must_finish or sequence.cached_tokens is not None
 
     def _look_up(self, sequence: Sequence) -> None:
         """Take cached blocks over. The last token is always computed anew: its logits are wanted."""
