@@ -10,6 +10,7 @@ buffers ahead of a control packet is then at most the one piece that was written
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
@@ -178,6 +179,8 @@ class Connection(asyncio.Protocol, Generic[SessionT]):
                 except Exception:
                     # One handler's bug must not take the other streams of this connection with it.
                     logger.exception("connection.callback_failed event=%s", type(event).__name__)
+                    with contextlib.suppress(Exception):
+                        self._on_callback_failed(event)
         self._in_turn = False
         self._write()
 
@@ -234,6 +237,10 @@ class Connection(asyncio.Protocol, Generic[SessionT]):
         self._tell_closed(event.reason)
 
     def _tell_closed(self, reason: CloseReason) -> None:
+        raise NotImplementedError
+
+    def _on_callback_failed(self, event: Event) -> None:
+        """A handler raised: end what it would have answered for, so that nobody waits for it."""
         raise NotImplementedError
 
 

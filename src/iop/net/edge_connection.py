@@ -24,12 +24,16 @@ from iop.wire.messages import (
     ReadyAck,
     RefreshResponse,
     RegisterResponse,
+    RunEvent,
+    RunEventType,
     RunRequest,
+    StreamError,
+    StreamErrorCode,
     TunnelRequest,
 )
 from iop.wire.session import SessionSettings
 from iop.wire.session_edge import EdgeSession
-from iop.wire.streams import EdgeStream
+from iop.wire.streams import EdgeStream, StreamKind
 
 _LOST: Final = "The connection to the Node ended before it answered."
 
@@ -269,6 +273,21 @@ class EdgeWire(Connection[EdgeSession]):
 
     def _tell_closed(self, reason: CloseReason) -> None:
         self._handler.on_closed(self, reason)
+
+    def _on_callback_failed(self, event: events.Event) -> None:
+        stream = getattr(event, "stream", None)
+        if not isinstance(stream, EdgeStream) or stream.kind is StreamKind.STEP or stream.owner is None:
+            return
+        # Whatever comes next would pretend that nothing is missing, so this is the sink's terminal.
+        sink, stream.owner = stream.owner, None
+        if not stream.is_ended:
+            self.session.consumed(stream, stream.window.held)
+            self._undelivered += self.session.cancel(stream, CancelReason.CLIENT_GONE)
+        error = StreamError(code=StreamErrorCode.INTERNAL, message="The answer could not be handed on.")
+        if stream.kind is StreamKind.RUN:
+            sink.on_run_event(RunEvent(type=RunEventType.ERROR, error=error))
+        else:
+            sink.on_error(error)
 
 
 async def _within(future: asyncio.Future[Any], timeout_s: float) -> Any:

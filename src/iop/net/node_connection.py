@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Final, cast
 
 from iop.net.connection import Connection
 from iop.net.ports import NodeHandler
@@ -29,12 +29,15 @@ from iop.wire.messages import (
     RunEvent,
     RunRequest,
     StreamError,
+    StreamErrorCode,
     TunnelRequest,
     Usage,
 )
 from iop.wire.session import SessionSettings
 from iop.wire.session_node import NodeSession
 from iop.wire.streams import NodeStream, StreamKind
+
+_BUG: Final = "The Node failed to serve this; its log says why."
 
 
 class InboundStream:
@@ -279,3 +282,19 @@ class NodeWire(Connection[NodeSession]):
 
     def _tell_closed(self, reason: CloseReason) -> None:
         self._handler.on_closed(reason)
+
+    def _on_callback_failed(self, event: events.Event) -> None:
+        stream = getattr(event, "stream", None)
+        if not isinstance(stream, NodeStream) or stream.is_terminated:
+            return
+        if isinstance(stream.request, AdminStep):
+            step = stream.request
+            refusal = AdminStepResult(
+                operation_id=step.operation_id,
+                step=step.step,
+                refused_code="unavailable",
+                refused_reason=_BUG,
+            )
+            self.session.finish_step(stream, refusal)
+        else:
+            self.session.fail(stream, StreamError(code=StreamErrorCode.INTERNAL, message=_BUG))

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
 from iop.core.errors import RemoteProtocolError
+from iop.core.ids import RunId
 from iop.pb.iop import runtime_pb2 as pb
 from iop.wire import messages as m
 from iop.wire import packets as p
@@ -26,7 +27,8 @@ _ARMS: Final = {
     m.OllamaSettings: "ollama",
 }
 
-_TUNNEL_REQUEST: Final = Record(m.TunnelRequest, pb.ProviderTunnelRequest)
+_STREAM_ERROR: Final = Record(m.StreamError, pb.StreamError)
+_USAGE: Final = Record(m.Usage, pb.RunUsage)
 _RUN_REQUEST: Final = Record(m.RunRequest, pb.RunRequest)
 _RUN_EVENT: Final = Record(m.RunEvent, pb.RunEvent)
 _ADMIN_STEP: Final = Record(m.AdminStep, pb.AdminStep)
@@ -42,7 +44,6 @@ _PLAIN: Final[tuple[tuple[str, Record[Any], type], ...]] = tuple(
         ("heartbeat", p.Heartbeat, pb.Heartbeat),
         ("goodbye", p.Goodbye, pb.Goodbye),
         ("body_chunk", p.BodyChunk, pb.BodyChunk),
-        ("provider_tunnel_frame", p.TunnelFrame, pb.ProviderTunnelFrame),
         ("stream_credit", p.StreamCredit, pb.StreamCredit),
         ("cancel_request", p.Cancel, pb.CancelRequest),
         ("node_command_request", m.CommandRequest, pb.NodeCommandRequest),
@@ -55,6 +56,9 @@ _PLAIN: Final[tuple[tuple[str, Record[Any], type], ...]] = tuple(
         ("provider_report", m.ProviderReport, pb.ProviderReport),
     )
 )
+
+_KINDS: Final = {int(kind): kind for kind in p.FrameKind}
+_FRAMINGS: Final = {int(framing): framing for framing in m.BodyFraming}
 
 _WRITE: Final[dict[type, tuple[str, Callable[[Any, Any], None]]]] = {
     cls: (field, record.fill) for field, record, cls in _PLAIN
@@ -106,21 +110,92 @@ def decode(payload: bytes | memoryview) -> tuple[int, p.Message]:
     return packet.request_id, _READ[field](getattr(packet, field))
 
 
+# Tunnel requests and response starts are written out field by field: they are on the path of every request, and the
+# general records cost three times as much.
+
+
 @_writes("provider_tunnel_request", p.OpenTunnel)
 def _fill_open_tunnel(message: pb.ProviderTunnelRequest, value: p.OpenTunnel) -> None:
-    _TUNNEL_REQUEST.fill(message, value.request)
+    request = value.request
+    message.run_id = request.run_id
+    message.adapter = request.adapter
+    message.target = request.target
+    message.method = request.method
+    message.path = request.path
+    add_header = message.headers.add
+    for name, content in request.headers:
+        add_header(name=name, value=content)
     message.body = value.body
-    message.body_continues = value.body_continues
+    message.stream = request.stream
+    message.timeout_sec = request.timeout_sec
+    if request.metadata:
+        message.metadata.update(request.metadata)
+    message.session_id = request.session_id
+    message.long_context = request.long_context
+    message.operation = request.operation
+    if value.body_continues:
+        message.body_continues = True
     message.body_bytes_total = value.body_bytes_total
 
 
 @_reads("provider_tunnel_request")
 def _read_open_tunnel(message: pb.ProviderTunnelRequest) -> p.OpenTunnel:
+    request = m.TunnelRequest(
+        run_id=RunId(message.run_id),
+        adapter=message.adapter,
+        target=message.target,
+        operation=message.operation,
+        method=message.method,
+        path=message.path,
+        headers=tuple([(header.name, header.value) for header in message.headers]),
+        stream=message.stream,
+        timeout_sec=message.timeout_sec,
+        metadata=dict(message.metadata),
+        session_id=message.session_id,
+        long_context=message.long_context,
+    )
     return p.OpenTunnel(
-        request=_TUNNEL_REQUEST.read(message),
+        request=request,
         body=message.body,
         body_continues=message.body_continues,
         body_bytes_total=message.body_bytes_total,
+    )
+
+
+@_writes("provider_tunnel_frame", p.TunnelFrame)
+def _fill_tunnel_frame(message: pb.ProviderTunnelFrame, value: p.TunnelFrame) -> None:
+    message.run_id = value.run_id
+    message.kind = value.kind  # type: ignore[assignment]  # an IntEnum of the same numbers
+    message.sequence = value.sequence
+    if value.status:
+        message.status = value.status
+    add_header = message.headers.add
+    for name, content in value.headers:
+        add_header(name=name, value=content)
+    if value.framing:
+        message.framing = value.framing  # type: ignore[assignment]  # as above
+    message.body = value.body
+    if value.error is not None:
+        message.error.SetInParent()
+        _STREAM_ERROR.fill(message.error, value.error)
+    if value.usage is not None:
+        message.usage.SetInParent()
+        _USAGE.fill(message.usage, value.usage)
+
+
+@_reads("provider_tunnel_frame")
+def _read_tunnel_frame(message: pb.ProviderTunnelFrame) -> p.TunnelFrame:
+    kind = _KINDS.get(message.kind, p.FrameKind.UNSPECIFIED)
+    return p.TunnelFrame(
+        run_id=message.run_id,
+        kind=kind,
+        sequence=message.sequence,
+        status=message.status,
+        headers=tuple([(header.name, header.value) for header in message.headers]),
+        body=message.body,
+        error=_STREAM_ERROR.read(message.error) if message.HasField("error") else None,
+        usage=_USAGE.read(message.usage) if message.HasField("usage") else None,
+        framing=_FRAMINGS.get(message.framing, m.BodyFraming.UNSPECIFIED),
     )
 
 

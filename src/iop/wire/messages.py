@@ -503,11 +503,17 @@ class AdminStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminStepEvent:
-    """Progress of a step; ``progress`` is a serialised ``AdminStepProgress``."""
+    """Progress of a step; ``progress`` is a serialised ``AdminStepProgress``.
+
+    Attributes:
+        adapter: with ``group_id`` the step's own; the Node's session sets them.
+    """
 
     operation_id: str
     step: int
     progress: bytes
+    adapter: str = ""
+    group_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -518,6 +524,7 @@ class AdminStepResult:
         outcome: serialised ``AdminStepOutcome``; empty when refused.
         refused_code: ``stale_step``, ``unknown_participant``, ``unsupported``, ``busy`` or ``unavailable``; empty
             when the step was not refused.
+        adapter: with ``group_id`` the step's own; the Node's session sets them.
     """
 
     operation_id: str
@@ -525,6 +532,8 @@ class AdminStepResult:
     outcome: bytes = b""
     refused_code: str = ""
     refused_reason: str = ""
+    adapter: str = ""
+    group_id: str = ""
 
 
 class Readiness(Enum):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, unique
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from iop.wire.messages import (
     AdminStep,
@@ -99,16 +99,15 @@ class FrameKind(IntEnum):
     USAGE = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TunnelFrame:
-    """One ordered piece of a provider's answer (EN-52)."""
+class TunnelFrame(NamedTuple):
+    """One ordered piece of a provider's answer (EN-52). A tuple, because three are made per request on each side."""
 
     run_id: str
     kind: FrameKind
     sequence: int
     status: int = 0
-    headers: tuple[Header, ...] = field(default=(), repr=False)
-    body: bytes = field(default=b"", repr=False)
+    headers: tuple[Header, ...] = ()
+    body: bytes = b""
     error: StreamError | None = None
     usage: Usage | None = None
     framing: BodyFraming = BodyFraming.UNSPECIFIED

@@ -168,11 +168,19 @@ class EdgeSession(Session[EdgeStream]):
         return self._open(StreamKind.ARTIFACT, request.run_id, request, [])
 
     def start_step(self, step: AdminStep, payload: Sequence[bytes] = ()) -> EdgeStream:
-        """Queue an admin step, ahead of all stream data (EN-106, EN-120). Raises as :meth:`open_tunnel`."""
+        """Queue an admin step, ahead of all stream data (EN-106, EN-120). Raises as :meth:`open_tunnel`.
+
+        A step that was forgotten and is still under way on this connection is taken up again, not sent again: its
+        payload may be half way across, and its effect is to happen once (EN-108).
+        """
         self._require_ready()
-        stream_id = step_key(step.operation_id, step.step)
-        if stream_id.encode() in self._steps:
-            raise LocalProtocolError("This step is already under way.", reason="STEP_IN_USE")
+        stream_id = step_key(step)
+        known = self._steps.get(stream_id.encode())
+        if known is not None:
+            if not known.is_forgotten:
+                raise LocalProtocolError("This step is already under way.", reason="STEP_IN_USE")
+            known.is_forgotten = False
+            return known
         parts = [bytes(part) for part in payload if part]
         total = sum(map(len, parts))
         message = OpenStep(step=step, payload_continues=bool(total), payload_bytes_total=total)
@@ -241,11 +249,8 @@ class EdgeSession(Session[EdgeStream]):
         self._calls.pop(call_id, None)
 
     def forget_step(self, stream: EdgeStream) -> None:
-        """Nobody waits for this step any more; it may still take effect (EN-120)."""
-        if self._steps.get(stream.key) is stream:
-            del self._steps[stream.key]
-            stream.is_ended = True
-            stream.drop_unsent()
+        """Nobody waits for this step any more; it may still take effect, and its late result is counted (EN-120)."""
+        stream.is_forgotten = True
 
     # ---- inside ----
 
@@ -331,7 +336,8 @@ class EdgeSession(Session[EdgeStream]):
         for stream in self._steps.values():
             stream.is_ended = True
             stream.drop_unsent()
-            self._events.append(events.StepEnded(stream, None))
+            if not stream.is_forgotten:
+                self._events.append(events.StepEnded(stream, None))
         self._steps.clear()
         for call_id, answer in self._calls.items():
             lost: Any = events.CommandAnswered if answer is CommandResponse else events.RefreshAnswered
@@ -430,20 +436,23 @@ class EdgeSession(Session[EdgeStream]):
         self._events.append(events.RefreshAnswered(request_id, message))
 
     def _on_step_event(self, _request_id: int, message: AdminStepEvent) -> None:
-        stream = self._steps.get(step_key(message.operation_id, message.step).encode())
-        if stream is None:
+        stream = self._steps.get(step_key(message).encode())
+        if stream is None or stream.is_forgotten:
             self._drop_late()
         else:
             self._events.append(events.StepProgressed(stream, message))
 
     def _on_step_result(self, _request_id: int, message: AdminStepResult) -> None:
-        stream = self._steps.pop(step_key(message.operation_id, message.step).encode(), None)
+        stream = self._steps.pop(step_key(message).encode(), None)
         if stream is None:
             self._drop_late()
             return
         stream.is_ended = True
         stream.drop_unsent()
-        self._events.append(events.StepEnded(stream, message))
+        if stream.is_forgotten:
+            self._drop_late()
+        else:
+            self._events.append(events.StepEnded(stream, message))
 
     def _on_report(self, _request_id: int, message: ProviderReport) -> None:
         self._events.append(events.ReportReceived(message))

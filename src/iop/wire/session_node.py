@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
-from typing import Final
+from typing import Final, cast
 
 from iop.core.errors import RemoteProtocolError
 from iop.core.limits import KIB
@@ -149,14 +149,16 @@ class NodeSession(Session[NodeStream]):
     def emit_step(self, stream: NodeStream, event: AdminStepEvent) -> None:
         """Send a step's progress."""
         if self._may_send(stream):
-            self._send(event)
+            step = cast("AdminStep", stream.request)
+            self._send(replace(event, adapter=step.adapter, group_id=step.group_id))
 
     def finish_step(self, stream: NodeStream, result: AdminStepResult) -> None:
         """Send a step's one result."""
         if self._may_send(stream):
             stream.is_terminated = True
             self._steps.pop(stream.key, None)
-            self._send(result)
+            step = cast("AdminStep", stream.request)
+            self._send(replace(result, adapter=step.adapter, group_id=step.group_id))
 
     # ---- calls and reports ----
 
@@ -350,7 +352,7 @@ class NodeSession(Session[NodeStream]):
         step = message.step
         self._open(
             StreamKind.STEP,
-            step_key(step.operation_id, step.step),
+            step_key(step),
             step,
             b"",
             continues=message.payload_continues,

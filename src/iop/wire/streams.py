@@ -18,6 +18,8 @@ from iop.wire.credit import ReceiveWindow, SendCredit
 from iop.wire.frames import frame
 from iop.wire.messages import (
     AdminStep,
+    AdminStepEvent,
+    AdminStepResult,
     ArtifactRequest,
     BodyFraming,
     CancelReason,
@@ -50,9 +52,9 @@ class StreamKind(Enum):
     STEP = "step"
 
 
-def step_key(operation_id: str, step: int) -> str:
-    """Stream id of an admin step's payload."""
-    return f"{operation_id}/{step}"
+def step_key(step: AdminStep | AdminStepEvent | AdminStepResult) -> str:
+    """Stream id of an admin step: one operation sends the same step to several groups of a Node."""
+    return f"{step.operation_id}/{step.step}/{step.adapter}/{step.group_id}"
 
 
 class ByteQueue:
@@ -94,8 +96,9 @@ class EdgeStream:
     """A stream that this Edge opened.
 
     Attributes:
-        stream_id: run id, or ``operation_id/step``.
+        stream_id: run id, or what ``step_key`` gives.
         is_handed_over: any part of the opening packet was given to the socket (EN-112).
+        is_forgotten: of an admin step: nobody waits for its result now.
         owner: whatever the shell wants to find here.
     """
 
@@ -108,6 +111,7 @@ class EdgeStream:
         "_upload_prefix",
         "is_cancelled",
         "is_ended",
+        "is_forgotten",
         "is_handed_over",
         "is_queued",
         "key",
@@ -135,6 +139,7 @@ class EdgeStream:
         self.is_handed_over = False
         self.is_cancelled = False
         self.is_ended = False
+        self.is_forgotten = False
         self.is_queued = False
         self.owner: Any = None
 
@@ -444,20 +449,7 @@ class NodeStream:
             return frame(codec.encode(RunFrame(run_id=self.stream_id, sequence=sequence, event=entry)))
         if entry.kind is FrameKind.END:
             return codec.end_frame(self._prefix, sequence)
-        return frame(
-            codec.encode(
-                TunnelFrame(
-                    run_id=self.stream_id,
-                    kind=entry.kind,
-                    sequence=sequence,
-                    status=entry.status,
-                    headers=entry.headers,
-                    error=entry.error,
-                    usage=entry.usage,
-                    framing=entry.framing,
-                )
-            )
-        )
+        return frame(codec.encode(entry._replace(sequence=sequence)))
 
     def _pull_body(self, out: list[Any], room: int) -> int:
         wanted = min(self._credit.available, self._bytes_queued)

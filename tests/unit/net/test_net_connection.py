@@ -323,8 +323,46 @@ async def test_a_bug_in_one_callback_leaves_the_other_streams_alone() -> None:
     rig.edge.open_tunnel(run_id="bad", sink=bad)
     good = rig.edge.open_tunnel(run_id="good")
     await good.wait()
-    await bad.wait()
     assert bytes(good.body) == b"{}"
+    await bad.wait()
+    assert bad.error is not None
+    assert bad.error.code == "internal", "an end would claim that nothing is missing"
+    await eventually(lambda: rig.link.right.session.streams_open == 0)
+
+
+@virtual
+async def test_a_bug_in_the_nodes_handler_ends_its_stream() -> None:
+    rig = await ready()
+
+    def fail(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    rig.node.on_tunnel = fail  # type: ignore[method-assign]
+    rig.node.on_run = fail  # type: ignore[method-assign]
+    rig.node.on_admin_step = fail  # type: ignore[method-assign]
+    tunnel, run = rig.edge.open_tunnel(run_id="t"), rig.edge.open_run(run_id="r")
+    await tunnel.wait()
+    await run.wait()
+    assert tunnel.error is not None
+    assert run.error is not None
+    assert tunnel.error.code == run.error.code == "internal"
+    result = await rig.edge.node.admin_step(make.admin_step(), timeout_s=1)
+    assert result.refused_code == "unavailable"
+
+
+@pytest.mark.clause("EN-108", "EN-120")
+@virtual
+async def test_a_step_asked_again_after_a_timeout_is_taken_up_and_has_one_effect() -> None:
+    rig = await ready()
+    edge = rig.edge.node
+    rig.link.to_left.delay_s = 0.4
+    payload = [bytes(10 * WINDOW)]
+    with pytest.raises(DeadlineExceeded):
+        await edge.admin_step(make.admin_step(), payload=payload, timeout_s=1)
+    result = await edge.admin_step(make.admin_step(), payload=payload, timeout_s=60)
+    assert result.step == 1
+    assert len(rig.node.steps) == 1
+    assert sum(map(len, rig.node.steps[0].payload)) == 10 * WINDOW
 
 
 @pytest.mark.clause("EN-113")

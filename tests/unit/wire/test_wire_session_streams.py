@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -727,9 +728,31 @@ def test_an_admin_step_goes_ahead_of_streams_and_brings_events_then_one_result()
     pair.carry()
     step_events = [event for event in pair.edge_events if not isinstance(event, events.LateFrameDropped)]
     assert step_events == [
-        events.StepProgressed(ours, m.AdminStepEvent(operation_id="op-1", step=1, progress=b"")),
-        events.StepEnded(ours, result),
+        events.StepProgressed(
+            ours,
+            m.AdminStepEvent(operation_id="op-1", step=1, progress=b"", adapter="engine", group_id="engine"),
+        ),
+        events.StepEnded(ours, replace(result, adapter="engine", group_id="engine")),
     ]
+
+
+@pytest.mark.clause("EN-120", "AD-104")
+def test_one_operation_may_step_several_groups_of_a_node_side_by_side() -> None:
+    pair = SessionPair.ready(SETTINGS)
+    steps = [
+        replace(make.admin_step(), adapter=adapter, group_id=group)
+        for adapter, group in (("a", "g"), ("b", "g"), ("a", "h"))
+    ]
+    ours = [pair.edge.start_step(step, [step.adapter.encode() * 3000]) for step in steps]
+    pair.carry()
+    theirs = [event.stream for event in pair.of(events.StreamOpened, pair.node_events)]
+    assert [stream.request for stream in theirs] == steps
+    assert [b"".join(stream.body) for stream in theirs] == [b"a" * 3000, b"b" * 3000, b"a" * 3000]
+    for stream in reversed(theirs):
+        pair.node.finish_step(stream, m.AdminStepResult(operation_id="op-1", step=1))
+    pair.carry()
+    ended = pair.of(events.StepEnded, pair.edge_events)
+    assert [event.stream for event in ended] == ours[::-1]
 
 
 @pytest.mark.clause("EN-108", "EN-120")

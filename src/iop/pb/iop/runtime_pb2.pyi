@@ -1308,7 +1308,7 @@ class BodyChunk(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
-    """The run id, or `operation_id/step` for an admin step."""
+    """The run id, or `operation_id/step/adapter/group_id` for an admin step."""
     offset: _builtins.int
     """Offset of data's first byte in the whole body; a gap is a protocol error."""
     data: _builtins.bytes
@@ -2085,7 +2085,7 @@ class AdminStep(_message.Message):
     timeout_ms: _builtins.int
     """Milliseconds from receipt until the Node gives up on it."""
     payload_continues: _builtins.bool
-    """Tensor bytes of an inline update follow in BodyChunks with stream id `operation_id/step` (AD-104)."""
+    """Tensor bytes of an inline update follow in BodyChunks named as BodyChunk.stream_id says (AD-104)."""
     payload_bytes_total: _builtins.int
     @_builtins.property
     def participant_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -2581,8 +2581,13 @@ class AdminStepEvent(_message.Message):
     OPERATION_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     step: _builtins.int
+    adapter: _builtins.str
+    """As in the step: one operation sends the same step to several groups of a Node."""
+    group_id: _builtins.str
     @_builtins.property
     def progress(self) -> Global___AdminStepProgress: ...
     def __init__(
@@ -2591,10 +2596,12 @@ class AdminStepEvent(_message.Message):
         operation_id: _builtins.str = ...,
         step: _builtins.int = ...,
         progress: Global___AdminStepProgress | None = ...,
+        adapter: _builtins.str = ...,
+        group_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation_id", b"operation_id", "progress", b"progress", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "group_id", b"group_id", "operation_id", b"operation_id", "progress", b"progress", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2646,11 +2653,16 @@ class AdminStepResult(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     REFUSED_CODE_FIELD_NUMBER: _builtins.int
     REFUSED_REASON_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     step: _builtins.int
     refused_code: _builtins.str
     """Set when the step as a whole was refused: `stale_step`, `unknown_participant`, `unsupported`, `busy`, `unavailable`."""
     refused_reason: _builtins.str
+    adapter: _builtins.str
+    """As in the step: one operation sends the same step to several groups of a Node."""
+    group_id: _builtins.str
     @_builtins.property
     def outcome(self) -> Global___AdminStepOutcome: ...
     def __init__(
@@ -2661,10 +2673,12 @@ class AdminStepResult(_message.Message):
         outcome: Global___AdminStepOutcome | None = ...,
         refused_code: _builtins.str = ...,
         refused_reason: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        group_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation_id", b"operation_id", "outcome", b"outcome", "refused_code", b"refused_code", "refused_reason", b"refused_reason", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "group_id", b"group_id", "operation_id", b"operation_id", "outcome", b"outcome", "refused_code", b"refused_code", "refused_reason", b"refused_reason", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
