@@ -35,6 +35,7 @@ from iop.edge.pools import (
     Lease,
     LeaseKind,
     Pools,
+    ProviderGate,
     Refusal,
     RefusalReason,
     Settlement,
@@ -94,7 +95,9 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._live: dict[int, tuple[DispatchHandle, Attempt]] = {}
         self._confirms: dict[int, asyncio.TimerHandle | None] = {}
-        self._waiting: dict[WaiterId, DispatchHandle | asyncio.Future[Settlement]] = {}
+        self._waiting: dict[WaiterId, DispatchHandle] = {}
+        self._granted: dict[int, DispatchHandle] = {}
+        """Requests whose caller has a lease and has not run since."""
         self._settlements: deque[Settlement] = deque()
         self._is_settling = False
         self._timer: asyncio.TimerHandle | None = None
@@ -153,17 +156,15 @@ class Dispatcher:
         answer = self.pools.acquire(demand, now=now)
         while True:
             if isinstance(answer, Waiting):
-                answer = await self._wait(handle, answer)
+                self._promise(handle, answer)
+                answer = await self._promised(handle)
             if isinstance(answer, Refusal):
                 raise self._reject(record, error_of_refusal(answer, request.model))
             if isinstance(answer, Lease):
-                if not self.pools.may_start(answer):
-                    # Between the grant and this turn its generation was fenced (the lease is back already), or a gate
-                    # closed: whoever closed it relies on nothing new starting behind it (AD-39).
-                    self.apply(self.pools.release(answer, Verdict.NEUTRAL, now=self._loop.time()))
-                elif self._open(handle, answer):
+                if self._open(handle, answer):
                     return handle
-                elif not handle.may_try_again:
+                # The connection had just begun to close.
+                if not handle.may_try_again:
                     lost = Unavailable("the provider's Node was lost", reason="node_lost", retry_after_s=1.0)
                     raise self._reject(record, lost)
                 handle.demand = replace(handle.demand, run_id=self._new_run_id())
@@ -195,6 +196,7 @@ class Dispatcher:
 
     def lose(self, leases: Collection[Lease], settlements: Iterable[Settlement]) -> None:
         """A generation was fenced: each of its pending dispatches gets its outcome at once (EN-31, EN-112)."""
+        self._recall()
         for lease in leases:
             entry = self._live.pop(lease.id, None)
             self._forget_confirm(lease.id)
@@ -203,6 +205,15 @@ class Dispatcher:
                 handle.lose(attempt)
         self.apply(settlements)
         self._tell_idle()
+
+    def set_gates(self, gates: Iterable[tuple[ProviderKey, ProviderGate]]) -> None:
+        """Close and open providers; when this returns, nothing new starts behind a closed gate (AD-39)."""
+        given = list(gates)
+        now = self._loop.time()
+        closed = self.pools.set_gates([pair for pair in given if not pair[1].is_open], now=now)
+        self._recall()
+        self.apply(closed)
+        self.apply(self.pools.set_gates([pair for pair in given if pair[1].is_open], now=now))
 
     def apply_snapshot(self, snapshot: EdgeSnapshot) -> None:
         """Take a new configuration; running requests keep the limits they were admitted under (EN-114)."""
@@ -379,6 +390,7 @@ class Dispatcher:
     def hold_back(self, key: ProviderKey) -> None:
         """The Node's own gate was full."""
         self.pools.hold_back(key, self._loop.time() + self._snapshot.limits.busy_backoff_s)
+        self.rearm()
 
     def confirm_later(self, attempt: Attempt) -> None:
         """A cancel was sent: bound the wait for its confirmation, unless a KEEP pause makes it wait (SF-07)."""
@@ -402,39 +414,92 @@ class Dispatcher:
 
     # ---- inner ----
 
-    async def _wait(self, handle: DispatchHandle, waiting: Waiting) -> Lease | Refusal:
-        future: asyncio.Future[Settlement] = self._loop.create_future()
-        self._waiting[waiting.waiter] = future
-        handle.waits_as(waiting)
-        self.rearm()
-        try:
-            settlement = await future  # bounded: the pools settle every waiter at its deadline
-        except asyncio.CancelledError:
-            self._waiting.pop(waiting.waiter, None)
-            if not self.pools.cancel_wait(waiting.waiter) and future.done() and not future.cancelled():
-                settlement = future.result()
-                if isinstance(settlement, Granted):
-                    self.apply(self.pools.release(settlement.lease, Verdict.NEUTRAL, now=self._loop.time()))
-            handle.waits_no_more()
-            handle.settle_unserved(Outcome.CLIENT_CANCELLED, CancelReason.CLIENT_GONE.value)
-            raise
-        handle.waits_no_more()
-        return settlement.lease if isinstance(settlement, Granted) else settlement.refusal
+    def _promise(self, handle: DispatchHandle, answer: Lease | Waiting | Refusal) -> None:
+        """Give the task that waits for a lease something to wait for; it may be there already."""
+        handle.promise = promise = self._loop.create_future()
+        if isinstance(answer, Waiting):
+            self._waiting[answer.waiter] = handle
+            handle.waits_as(answer)
+            self.rearm()
+        else:
+            self._keep(handle, promise, answer)
+
+    def _keep(
+        self, handle: DispatchHandle, promise: asyncio.Future[Lease | Refusal], answer: Lease | Refusal
+    ) -> None:
+        promise.set_result(answer)
+        if isinstance(answer, Lease):
+            self._granted[answer.id] = handle
+
+    async def _promised(self, handle: DispatchHandle) -> Lease | Refusal:
+        """Wait for what was promised; bounded, since the pools settle every waiter at its deadline."""
+        while True:
+            promise = handle.promise
+            assert promise is not None
+            try:
+                answer = await promise
+            except asyncio.CancelledError:
+                self._drop_promise(handle)
+                handle.settle_unserved(Outcome.CLIENT_CANCELLED, CancelReason.CLIENT_GONE.value)
+                raise
+            if handle.promise is promise:
+                break  # else its lease was recalled before this task ran
+        handle.promise = None
+        if isinstance(answer, Lease):
+            self._granted.pop(answer.id, None)
+        return answer
+
+    def _drop_promise(self, handle: DispatchHandle) -> None:
+        """The caller left: out of the queue at once, or the lease to the next (EN-110)."""
+        promise, handle.promise = handle.promise, None
+        if promise is None:
+            return
+        if not promise.done():
+            handle.leave_queue()
+        elif not promise.cancelled() and isinstance(lease := promise.result(), Lease):
+            self._granted.pop(lease.id, None)
+            self.apply(self.pools.release(lease, Verdict.NEUTRAL, now=self._loop.time()))
+        else:
+            handle.leave_queue()
+
+    def _recall(self) -> None:
+        """Put back into the queue whoever was granted a lease that is void before its task could use it.
+
+        Between the grant and the turn of the task its generation was fenced, or a gate closed. Whoever did that relies
+        on nothing new starting (AD-39), and the request keeps its place before those who came later (EN-110).
+        """
+        void = [
+            (handle, handle.promise.result())
+            for handle in self._granted.values()
+            if handle.promise is not None and not self._may_start(handle.promise)
+        ]
+        void.sort(key=lambda pair: pair[0].demand.number)
+        now = self._loop.time()
+        for handle, lease in void:
+            assert isinstance(lease, Lease)
+            del self._granted[lease.id]
+            self.apply(self.pools.release(lease, Verdict.NEUTRAL, now=now))
+            handle.demand = replace(handle.demand, run_id=self._new_run_id())
+            self._promise(handle, self.pools.acquire_again(handle.demand, now=now))
+
+    def _may_start(self, promise: asyncio.Future[Lease | Refusal]) -> bool:
+        lease = promise.result()
+        return isinstance(lease, Lease) and self.pools.may_start(lease)
 
     def _deliver(self, settlement: Settlement) -> None:
-        waiting = self._waiting.pop(settlement.waiter, None)
-        if isinstance(waiting, DispatchHandle):
-            waiting.waits_no_more()
-            self._continue(
-                waiting, settlement.lease if isinstance(settlement, Granted) else settlement.refusal
-            )
-        elif waiting is not None and not waiting.done():
-            waiting.set_result(settlement)
-        elif isinstance(settlement, Granted):
-            # Its caller was cancelled in this very turn; the slot goes to the next.
-            self._settlements.extend(
-                self.pools.release(settlement.lease, Verdict.NEUTRAL, now=self._loop.time())
-            )
+        handle = self._waiting.pop(settlement.waiter, None)
+        if handle is None:
+            if isinstance(settlement, Granted):
+                # Its request ended in this very turn; the slot goes to the next.
+                now = self._loop.time()
+                self._settlements.extend(self.pools.release(settlement.lease, Verdict.NEUTRAL, now=now))
+            return
+        handle.waits_no_more()
+        answer = settlement.lease if isinstance(settlement, Granted) else settlement.refusal
+        if handle.promise is not None:
+            self._keep(handle, handle.promise, answer)
+        else:
+            self._continue(handle, answer)
 
     def _continue(self, handle: DispatchHandle, answer: Lease | Waiting | Refusal) -> None:
         """Go on with a repeated request."""

@@ -73,7 +73,6 @@ class Edge:
         self.participants = Participants(
             snapshot,
             nodes=self.nodes,
-            pools=self.pools,
             dispatcher=self.dispatcher,
             codec=codec,
             tasks=self._tasks,

@@ -22,7 +22,7 @@ from iop.edge.outcomes import (
     verdict_of_error,
     verdict_of_status,
 )
-from iop.edge.pools import Demand, Lease, Pools, Verdict, WaiterId, Waiting
+from iop.edge.pools import Demand, Lease, Pools, Refusal, Verdict, WaiterId, Waiting
 from iop.edge.snapshot import DispatchLimits
 from iop.wire.messages import CancelReason, StreamError, StreamErrorCode, Usage
 
@@ -127,6 +127,7 @@ class DispatchHandle:
         "demand",
         "limits",
         "phase",
+        "promise",
         "queue_ms",
         "queue_position",
         "record",
@@ -158,6 +159,8 @@ class DispatchHandle:
         self.demand = demand
         self.limits = limits
         self.phase = Phase.WAITING
+        self.promise: asyncio.Future[Lease | Refusal] | None = None
+        """What the task of ``dispatch`` waits for, until its first attempt is open."""
         self.attempt: Attempt | None = None
         self.queue_ms = 0
         """Milliseconds between admission and the lease of the current attempt."""
@@ -278,7 +281,7 @@ class DispatchHandle:
         attempt = Attempt(self, lease, target, call)
         self.attempt = attempt
         self.phase = Phase.RUNNING
-        self._frozen_s = 0.0
+        self._frozen_at, self._frozen_s = None, 0.0
         self.record.attempts.append(AttemptRecord(run_id=lease.run_id, provider=lease.key, started_at=now))
         if self.attempts == 1:
             self.record.version_admission = shell.weight_version(lease.key)
@@ -290,6 +293,8 @@ class DispatchHandle:
             raise
         if self.phase is Phase.RUNNING:
             self._arm(attempt)
+            if shell.is_frozen(lease.key):
+                self.freeze()
 
     def call_off(self, reason: CancelReason, *, tells_sink: bool) -> bool:
         """End the request for a reason of the Edge's or the caller's; False when it had its outcome."""
@@ -297,9 +302,7 @@ class DispatchHandle:
             self._shell.outcomes.late_settlements += 1
             return False
         was_running = self.phase is Phase.RUNNING
-        if self._waiter is not None:
-            self._shell.stop_waiting(self._waiter)
-            self._waiter = None
+        self.leave_queue()
         self._settle(outcome_of_cancel(reason), reason.value)
         attempt = self.attempt
         if attempt is None:
@@ -348,6 +351,12 @@ class DispatchHandle:
         """It stands in the queue."""
         self._waiter = waiting.waiter
         self.queue_position = waiting.position
+
+    def leave_queue(self) -> None:
+        """It does not want a lease any more."""
+        if self._waiter is not None:
+            self._shell.stop_waiting(self._waiter)
+            self._waiter = None
 
     def waits_no_more(self) -> None:
         """It left the queue."""

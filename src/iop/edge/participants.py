@@ -42,7 +42,7 @@ from iop.edge.calls import ProviderKey
 from iop.edge.dispatch import Dispatcher
 from iop.edge.nodes import Nodes
 from iop.edge.outcomes import UNKNOWN_VERSION
-from iop.edge.pools import OPEN_GATE, RECONCILE_GATE, GateMode, Pools, ProviderGate
+from iop.edge.pools import OPEN_GATE, RECONCILE_GATE, GateMode, ProviderGate
 from iop.edge.snapshot import EdgeSnapshot
 from iop.edge.tasks import TaskOwner
 from iop.wire.messages import (
@@ -169,7 +169,6 @@ class Participants:
         snapshot: EdgeSnapshot,
         *,
         nodes: Nodes,
-        pools: Pools,
         dispatcher: Dispatcher,
         codec: StepCodec,
         tasks: TaskOwner,
@@ -177,7 +176,6 @@ class Participants:
     ) -> None:
         self._snapshot = snapshot
         self._nodes = nodes
-        self._pools = pools
         self._dispatcher = dispatcher
         self._codec = codec
         self._tasks = tasks
@@ -584,7 +582,7 @@ class Participants:
 
     def _set_gates(self, gates: Mapping[ProviderKey, ProviderGate]) -> None:
         if gates:
-            self._dispatcher.apply(self._pools.set_gates(gates.items(), now=self._loop.time()))
+            self._dispatcher.set_gates(gates.items())
 
     def _group(self, wanted: GroupId) -> _Group:
         for group in self._groups.values():

@@ -248,7 +248,7 @@ class FakeStream:
         self.is_over = False
         self.sent_bytes = 0
         self.ended_with: str | None = None
-        self._connection = connection
+        self.connection = connection
         self._tunnel = tunnel
         self._run = run
 
@@ -321,7 +321,7 @@ class FakeStream:
         if self.is_over:
             return False
         self.is_over = True
-        self._connection.open_streams.remove(self)
+        self.connection.open_streams.remove(self)
         return True
 
 
@@ -340,6 +340,8 @@ class FakeEdgeConnection:
         self.is_ready = False
         self.close_reason: CloseReason | None = None
         self.misuses = 0
+        self.defers_close = False
+        self.is_closing = False
         self.registered: list[RegisterResponse] = []
         self.acks: list[ReadyAck] = []
         self.streams: list[FakeStream] = []
@@ -396,7 +398,7 @@ class FakeEdgeConnection:
     def respond_ready(self, ack: ReadyAck) -> None:
         """Remember; a refusal closes."""
         self.acks.append(ack)
-        self.is_ready = ack.ready
+        self.is_ready = ack.ready and not self.is_closing
         if not ack.ready:
             self.lose(CloseReason.REFUSED)
 
@@ -445,8 +447,11 @@ class FakeEdgeConnection:
         return self.answer_step(step)
 
     def close(self, reason: CloseReason) -> None:
-        """Close."""
-        self.lose(reason)
+        """Close; with ``defers_close`` nothing is heard of it before the test calls ``lose``."""
+        if self.defers_close:
+            self.is_closing, self.is_ready = True, False
+        else:
+            self.lose(reason)
 
     def _require_ready(self) -> None:
         if not self.is_ready:

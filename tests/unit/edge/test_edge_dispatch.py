@@ -374,18 +374,18 @@ async def test_a_queueing_gate_holds_requests_and_a_rejecting_one_refuses_them(m
     node = FakeEdgeConnection(edge.nodes).connect()
     key = provider_key("n1/main")
     closed = ProviderGate(mode=GateMode.QUEUE, held_by=("epoch 7",))
-    edge.dispatcher.apply(edge.pools.set_gates([(key, closed)], now=0.0))
+    edge.dispatcher.set_gates([(key, closed)])
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink())))
         await settle()
         assert edge.status.status()["models"][0]["paused"] is True
         assert edge.status.status()["nodes"][0]["providers"][0]["gates"] == ["epoch 7"]
         opened = ProviderGate(mode=GateMode.OPEN)
-        edge.dispatcher.apply(edge.pools.set_gates([(key, opened)], now=asyncio.get_running_loop().time()))
+        edge.dispatcher.set_gates([(key, opened)])
     assert waiting.result().run_id == node.streams[0].request.run_id
     node.streams[0].end()
     rejecting = ProviderGate(mode=GateMode.REJECT, held_by=("epoch 8",))
-    edge.dispatcher.apply(edge.pools.set_gates([(key, rejecting)], now=asyncio.get_running_loop().time()))
+    edge.dispatcher.set_gates([(key, rejecting)])
     with pytest.raises(Draining) as paused:
         await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
     assert paused.value.reason == "paused"
@@ -401,9 +401,8 @@ async def test_a_gate_that_closes_in_the_turn_of_the_grant_keeps_the_request_out
         waiting = tasks.create_task(edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink())))
         await settle()
         node.streams[0].end()  # grants the waiter, whose task has not run yet
-        now = asyncio.get_running_loop().time()
         closed = ProviderGate(mode=GateMode.QUEUE, held_by=("epoch 7",))
-        edge.dispatcher.apply(edge.pools.set_gates([(key, closed)], now=now))
+        edge.dispatcher.set_gates([(key, closed)])
         await settle()
         assert len(node.streams) == 1
         assert len(edge.pools.leases) == 0
