@@ -490,7 +490,7 @@ class HttpUpstream:
         self._idle_connections_max = idle_connections_max
         self._idle: deque[_Connection] = deque()
         self._all: set[_Connection] = set()
-        self._exchanges_dialling: set[HttpExchange] = set()
+        self._dials: dict[HttpExchange, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -508,8 +508,9 @@ class HttpUpstream:
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
             self._sweep_timer = None
-        for exchange in tuple(self._exchanges_dialling):
+        for exchange, dial in tuple(self._dials.items()):
             exchange.cancel()
+            dial.cancel()
         for connection in tuple(self._all):
             exchange_or_none = connection._exchange
             if exchange_or_none is not None:
@@ -544,8 +545,7 @@ class HttpUpstream:
         if connection is not None:
             connection.send(exchange, self._head(request))
         else:
-            self._exchanges_dialling.add(exchange)
-            self._tasks.create_task(self._dial(exchange), name="upstream.dial")
+            self._dials[exchange] = self._tasks.create_task(self._dial(exchange), name="upstream.dial")
         return exchange
 
     async def fetch(self, request: HttpRequest, *, body_bytes_max: int) -> FetchedResponse:
@@ -641,7 +641,7 @@ class HttpUpstream:
             exchange.cancel()
             raise
         finally:
-            self._exchanges_dialling.discard(exchange)
+            self._dials.pop(exchange, None)
         self._all.add(connection)
         if self._tasks is None:
             connection.drop()

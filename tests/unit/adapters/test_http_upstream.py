@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 
@@ -456,6 +457,31 @@ async def test_a_closed_client_refuses() -> None:
         await client.client.aclose()
         with pytest.raises(Unavailable):
             client.send(Sink())
+
+
+async def test_closing_does_not_wait_for_a_dial() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        # Fill the backlog, so that the next connection hangs.
+        port = silent.getsockname()[1]
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", port))
+        sink = Sink()
+        async with asyncio.timeout(2), asyncio.TaskGroup() as tasks:
+            client = HttpUpstream(Origin.parse(f"http://127.0.0.1:{port}"), connect_timeout_s=60)
+            client.start(tasks)
+            client.request(HttpRequest(method=b"GET", path=b"/"), sink)
+            await asyncio.sleep(0.02)
+            assert not sink.closed
+            await client.aclose()
+        for filler in fillers:
+            filler.close()
+    assert sink.closed == 1
+    assert sink.error is not None
+    assert sink.error.is_unsent
 
 
 def test_an_ipv6_origin_keeps_its_brackets() -> None:
