@@ -9,8 +9,9 @@ import pytest
 
 from iop.api.http.exchange import Exchange
 from iop.api.http.limits import HttpLimits
+from iop.api.http.protocol import HttpConnection
 from iop.core.errors import Unavailable
-from iop.testing.http_site import RawCaller, Recorder, Site, eventually
+from iop.testing.http_site import RawCaller, Recorder, SilentTransport, Site, eventually
 
 GET = b"GET /a HTTP/1.1\r\nHost: e\r\n\r\n"
 
@@ -303,6 +304,48 @@ async def test_a_task_that_answers_is_cancelled_when_its_caller_leaves(site: Sit
     await caller.close()
     async with asyncio.timeout(1):
         await ended.wait()
+
+
+@pytest.mark.clause("SF-07")
+@pytest.mark.parametrize("turns", [0, 1, 2])
+async def test_an_eager_answer_is_cancelled_also_before_its_task_has_run(site: Site, turns: int) -> None:
+    handler = Recorder()
+    seen: list[str] = []
+
+    async def wait() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    handler.on_exchange = lambda exchange, body: exchange.run(wait(), name="wait", is_eager=True)
+    server = await site.serve(handler)
+    connection = HttpConnection(server)
+    connection.connection_made(SilentTransport())
+    connection.data_received(GET)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    connection.connection_lost(None)
+    await eventually(lambda: seen == ["cancelled"])
+
+
+async def test_an_eager_answer_goes_on_where_it_waited(site: Site) -> None:
+    handler = Recorder()
+    go_on: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def answer(exchange: Exchange) -> None:
+        exchange.respond(200, [], await go_on)
+
+    handler.on_exchange = lambda exchange, body: exchange.run(answer(exchange), name="x", is_eager=True)
+    await site.serve(handler)
+    caller = await site.call()
+    await caller.send(GET)
+    await eventually(lambda: bool(handler.exchanges))
+    go_on.set_result(b"later")
+    assert (await caller.read_answer())[2] == b"later"
+    await caller.send(GET)  # the future is done by now: nothing waits, no task is made
+    assert (await caller.read_answer())[2] == b"later"
 
 
 @pytest.mark.clause("SF-08")

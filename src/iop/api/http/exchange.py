@@ -166,13 +166,19 @@ class Exchange:
         self._on_deadline = on_deadline
         self._connection.set_deadline(self, deadline)
 
-    def run(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
+    def run(self, coroutine: Coroutine[Any, Any, None], *, name: str, is_eager: bool = False) -> None:
         """Answer from a task: it is cancelled when the caller leaves, and an error it raises becomes
         ``on_error``.
 
         When the coroutine returns, the answer must have ended, or somebody be bound who ends it.
+
+        Args:
+            coroutine: what to run.
+            name: of the task.
+            is_eager: run it at once up to its first wait; a task is made only if there is one. Until that
+                wait the coroutine must not ask for its task, as timeouts and task groups do.
         """
-        self._connection.run_task(self, coroutine, name=name)
+        self._connection.run_task(self, coroutine, name=name, is_eager=is_eager)
 
     # ---- the answer ----
 

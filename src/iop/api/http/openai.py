@@ -190,7 +190,9 @@ class EdgeHttp:
             session=_session(exchange, visit.caller),
             caller=visit.caller.name,
         )
-        exchange.run(self._serve(exchange, visit, route, fields, request), name="http-dispatch")
+        exchange.run(
+            self._serve(exchange, visit, route, fields, request), name="http-dispatch", is_eager=True
+        )
 
     def on_error(self, exchange: Exchange, error: IopError) -> None:
         """Answer in the caller's dialect, and say that it was us (SF-06, SF-09)."""

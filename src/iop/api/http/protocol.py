@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
 from enum import Enum, unique
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -225,10 +225,19 @@ class HttpConnection(asyncio.Protocol):
         if exchange is self._current:
             self.deadline = deadline
 
-    def run_task(self, exchange: Exchange, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
+    def run_task(
+        self, exchange: Exchange, coroutine: Coroutine[Any, Any, None], *, name: str, is_eager: bool
+    ) -> None:
         """Run a handler's coroutine under the server's task group; cancelled when the caller leaves."""
         assert self._task is None, "one task per exchange"
-        self._task = self._server.start_task(self._supervise(exchange, coroutine), name=name)
+        work = self._supervise(exchange, coroutine)
+        if is_eager:
+            try:
+                first = work.send(None)
+            except StopIteration:
+                return
+            work = _Adopted(work, first)
+        self._task = self._server.start_task(work, name=name)
 
     def exchange_ended(self, exchange: Exchange, *, cut: bool) -> None:
         """The answer is written, or given up."""
@@ -517,7 +526,35 @@ class HttpConnection(asyncio.Protocol):
             self._transport.abort()
 
 
-class _Refused(Exception):  # noqa: N818 - a signal to stop the parser, not an error
+class _Adopted(Coroutine[Any, Any, None]):
+    """A coroutine that already waits for ``first``, for a task to go on with.
+
+    It is a coroutine of its own, not a native one around the other: a task that is cancelled before its
+    first step must throw into the one that waits, or whatever that one holds would never be given back.
+    """
+
+    __slots__ = ("_coroutine", "_first")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], first: object) -> None:
+        self._coroutine = coroutine
+        self._first: object = first
+
+    def send(self, value: Any) -> Any:
+        first, self._first = self._first, None
+        return self._coroutine.send(value) if first is None else first
+
+    def throw(self, *error: Any) -> Any:
+        self._first = None
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        raise NotImplementedError("only a task runs it")
+
+
+class _Refused(Exception):
     """Stops the parser after the handler has refused a head."""
 
 
