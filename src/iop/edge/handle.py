@@ -113,6 +113,7 @@ class DispatchHandle:
     """
 
     __slots__ = (
+        "_armed_at",
         "_frozen_at",
         "_frozen_s",
         "_is_truncated",
@@ -148,6 +149,7 @@ class DispatchHandle:
         self._prepare = prepare
         self._queued_at = now
         self._timer: asyncio.TimerHandle | None = None
+        self._armed_at = 0.0
         self._frozen_at: float | None = None
         self._frozen_s = 0.0
         self._is_truncated = False
@@ -220,8 +222,8 @@ class DispatchHandle:
     def attempt_started(self, attempt: Attempt) -> None:
         """The first part of an answer is here: the first-byte limit is met, the total one goes on."""
         self.record.version_first = self._shell.weight_version(attempt.lease.key)
-        if self._frozen_at is None:
-            self._arm(attempt)
+        if self._frozen_at is None and self._limit_at(attempt) < self._armed_at:
+            self._arm(attempt)  # else the timer finds out when it fires: most answers end before it does
 
     def attempt_observed(self, usage: Usage) -> None:
         """The Node reported usage."""
@@ -303,7 +305,10 @@ class DispatchHandle:
             return False
         was_running = self.phase is Phase.RUNNING
         self.leave_queue()
-        self._settle(outcome_of_cancel(reason), reason.value)
+        outcome = outcome_of_cancel(reason)
+        if self._is_truncated and outcome is Outcome.CLIENT_CANCELLED:
+            outcome = Outcome.UPSTREAM_TRUNCATED  # the surface gave up on the answer, not the caller
+        self._settle(outcome, reason.value)
         attempt = self.attempt
         if attempt is None:
             return True
@@ -408,20 +413,28 @@ class DispatchHandle:
             self.record.version_last = self._shell.weight_version(self.attempt.lease.key)
         self._shell.outcomes.settle(self.record, outcome, reason=reason, now=self._shell.now())
 
-    def _arm(self, attempt: Attempt) -> None:
-        """One timer for the limit that comes next, counted from the lease, frozen time aside."""
-        self._disarm()
+    def _limit_at(self, attempt: Attempt) -> float:
+        """When the limit that comes next is reached: counted from the lease, frozen time aside."""
         limits = self.limits
         limit_s = limits.total_timeout_s
         if not attempt.is_started:
             limit_s = min(limits.first_byte_timeout_s, limit_s)
-        self._timer = self._shell.call_at(attempt.lease.since + limit_s + self._frozen_s, self._time_is_over)
+        return attempt.lease.since + limit_s + self._frozen_s
+
+    def _arm(self, attempt: Attempt) -> None:
+        self._disarm()
+        self._armed_at = self._limit_at(attempt)
+        self._timer = self._shell.call_at(self._armed_at, self._time_may_be_over)
 
     def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _time_is_over(self) -> None:
+    def _time_may_be_over(self) -> None:
         self._timer = None
-        self.call_off(CancelReason.TIMEOUT, tells_sink=True)
+        attempt = self._current()
+        if self._shell.now() < self._limit_at(attempt):
+            self._arm(attempt)
+        else:
+            self.call_off(CancelReason.TIMEOUT, tells_sink=True)

@@ -593,10 +593,14 @@ class World:
             self.connections.append(connection)
             connection.connect()
         await self.settle()
-        for _ in range(4 * len(NODES)):  # trials for whose breaker is half open
-            await self.ask()
-            self.answer_all()
         slots = sum(capacity for capacity, _ in self.shape.values())
+        for _ in range(4):  # enough at once that whose breaker is half open gets its trial
+            for _ in range(min(slots, QUEUE.max_waiters)):
+                await self.ask()
+            while any(connection.open_streams for connection in self.connections):
+                self.answer_all()
+                await self.settle()
+                self.check()
         for _ in range(slots):
             caller = await self.ask()
             if caller.handle is None:
