@@ -4,7 +4,7 @@ Each direction is a pipe with a capacity, as a kernel's socket buffer has one: a
 paused. What a pipe may do is said by its :class:`Faults`, which a test changes while it runs.
 """
 
-# ruff: noqa: D102 - the transport's methods are asyncio's own
+
 
 from __future__ import annotations
 
