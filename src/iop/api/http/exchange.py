@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Exchange", "HttpHandler"]
 
-_REASONS: Final = {status.value: status.phrase.encode("ascii") for status in HTTPStatus}
-_BAD_VALUE: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_STATUS_LINES: Final = {
+    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode("ascii"))
+    for status in HTTPStatus
+}
+_BAD_VALUE: Final = re.compile(rb"[\x00\r\n]")
 _BODILESS: Final = frozenset({204, 304})
 
 
@@ -182,7 +185,7 @@ class Exchange:
 
     # ---- the answer ----
 
-    def respond(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes = b"") -> None:
+    def respond(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes = b"") -> None:
         """Send a whole answer; its length is stated."""
         if self.is_gone or self.is_ended:
             return
@@ -203,7 +206,7 @@ class Exchange:
         self._finish(cut=False)
 
     def start(
-        self, status: int, headers: Iterable[tuple[bytes, bytes]], *, length: int | None = None
+        self, status: int, headers: Sequence[tuple[bytes, bytes]], *, length: int | None = None
     ) -> None:
         """Begin an answer whose body comes later; ``length`` None when it is not known."""
         if self.is_gone or self.is_started:
@@ -317,11 +320,19 @@ class Exchange:
         if callback is not None:
             callback()
 
-    def _head_lines(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-        connection = self._connection
-        lines = [b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Status")), connection.date_line()]
-        for name, value in headers:
-            # A value with a line break would let a provider write our header for us; such a field is dropped.
-            if _BAD_VALUE.search(value) is None:
-                lines.append(b"%b: %b\r\n" % (name, value))
+    def _head_lines(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
+        lines = [
+            _STATUS_LINES.get(status) or b"HTTP/1.1 %d Status\r\n" % status,
+            self._connection.date_line(),
+        ]
+        lines += [b"%b: %b\r\n" % field for field in headers]
+        # A value with a line break would let a provider write our header for us. One count over all finds
+        # that; only then is it worth looking which field to drop.
+        text = b"".join(lines)
+        if text.count(b"\n") != len(lines) or text.count(b"\r") != len(lines) or b"\0" in text:
+            lines[2:] = [
+                b"%b: %b\r\n" % (name, value)
+                for name, value in headers
+                if _BAD_VALUE.search(value) is None and _BAD_VALUE.search(name) is None
+            ]
         return lines

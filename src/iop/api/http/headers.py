@@ -58,6 +58,8 @@ _NEVER_TO_CALLER: Final = _HOP_BY_HOP | {
 }
 
 _OURS: Final = b"x-iop-"
+_USUAL_CONNECTIONS: Final = frozenset({b"keep-alive", b"close"})
+_NOTHING: Final[frozenset[bytes]] = frozenset()
 
 
 def request_id_of(head: RequestHead) -> str | None:
@@ -79,14 +81,15 @@ def request_headers(head: RequestHead, *, request_id: str, is_stream: bool) -> H
     named = _named_by_connection(head.headers)
     headers: HeaderList = []
     has_encoding = False
-    for name, value in head.headers:
+    for field in head.headers:
+        name = field[0]
         if name in _NEVER_TO_PROVIDER or name in named or name.startswith(_OURS):
             continue
         if name == b"accept-encoding":
             if is_stream:
                 continue
             has_encoding = True
-        headers.append((name, value))
+        headers.append(field)
     if not has_encoding:
         headers.append((b"accept-encoding", b"identity"))
     headers.append((b"x-request-id", request_id.encode("ascii")))
@@ -105,13 +108,13 @@ def provider_headers(headers: Sequence[tuple[bytes, bytes]]) -> HeaderList:
 
 
 def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    named: set[bytes] = set()
+    named: set[bytes] | None = None
     for name, value in headers:
-        if name == b"connection":
+        if name == b"connection" and value.lower() not in _USUAL_CONNECTIONS:
+            named = named or set()
             named.update(token.strip(b" \t").lower() for token in value.split(b","))
     # No one may have the framing of the body or its type dropped by naming it.
-    named -= {b"content-type", b"content-encoding", b""}
-    return frozenset(named)
+    return frozenset(named - {b"content-type", b"content-encoding", b""}) if named else _NOTHING
 
 
 def accepts_coding(head: RequestHead, coding: bytes) -> bool:

@@ -76,13 +76,15 @@ _OPERATIONS: Final = (
 class _Visit:
     """What is known of one request while it is answered."""
 
-    __slots__ = ("caller", "is_dispatched", "model", "operation", "request_id", "rest")
+    __slots__ = ("caller", "fields", "is_dispatched", "model", "operation", "request_id", "rest", "session")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.operation: _Operation | None = None
         self.caller: Caller | None = None
         self.model = ""
+        self.session = ""
+        self.fields: RequestFields | None = None
         self.is_dispatched = False
         self.rest = b""
 
@@ -179,6 +181,7 @@ class EdgeHttp:
                 details={"field": "model"},
             )
         visit.caller.check_model(fields.model, model.id, *model.aliases)
+        visit.session = _session(exchange, visit.caller)
         request = DispatchRequest(
             request_id=RequestId(visit.request_id),
             model=fields.model,
@@ -187,7 +190,7 @@ class EdgeHttp:
                 fields, threshold=model.long_context_tokens, bytes_per_token=snapshot.chars_per_token
             ),
             priority=_priority(exchange, visit.caller),
-            session=_session(exchange, visit.caller),
+            session=visit.session,
             caller=visit.caller.name,
         )
         exchange.run(
@@ -219,12 +222,6 @@ class EdgeHttp:
         fields: RequestFields,
         request: DispatchRequest,
     ) -> None:
-        handle: DispatchHandle | None = None
-
-        def our_headers() -> HeaderList:
-            assert handle is not None, "no answer comes before dispatch has returned"
-            return self._our_headers(handle, visit.request_id)
-
         make: Callable[..., Relay] = Relay
         if operation.name == "count_tokens":
             make = partial(CountRelay, estimate=lambda: self._answer_estimate(exchange, visit, fields))
@@ -233,32 +230,13 @@ class EdgeHttp:
             dialect=operation.dialect,
             choices=_choices(operation, fields),
             event_bytes_max=self._limits.sse_event_bytes,
-            our_headers=our_headers,
-            fail=lambda error: self.on_error(exchange, error),
+            begin=self._begin_answer,
+            fail=self.on_error,
         )
-        headers = request_headers(exchange.head, request_id=visit.request_id, is_stream=fields.is_stream)
-        query = exchange.head.query.decode("ascii")
-        path = f"{operation.path}?{query}" if query else operation.path
-
-        def prepare(target: ServedTarget) -> TunnelCall:
-            if target.route is not Route.TUNNEL:
-                raise Unsupported(
-                    "No provider of this model speaks this route.", reason="operation_not_supported"
-                )
-            return TunnelCall(
-                operation=operation.name if operation.name in target.operations and not query else "",
-                method="POST",
-                path=path,
-                headers=headers,
-                body=fields.with_model(target.target),
-                stream=fields.is_stream,
-                sink=relay,
-                session_id=request.session,
-            )
-
+        visit.fields = fields
         visit.is_dispatched = True  # from here on, dispatch records how it ends
         try:
-            handle = await self._dispatch.dispatch(request, prepare)
+            handle = await self._dispatch.dispatch(request, partial(_prepare, exchange, relay))
         except Unsupported as error:
             if operation.name != "count_tokens" or error.reason.lower() != "operation_not_supported":
                 raise
@@ -266,20 +244,26 @@ class EdgeHttp:
             return
         relay.bind(handle)
 
-    def _answer_estimate(self, exchange: Exchange, visit: _Visit, fields: RequestFields) -> None:
-        """Count tokens ourselves where no provider does, and say so (SF-14)."""
-        count = int(prompt_bytes(fields) / self._find_snapshot().chars_per_token)
-        self._answer(exchange, visit, {"input_tokens": max(1, count)}, (b"x-iop-estimate", b"1"))
-
-    def _our_headers(self, handle: DispatchHandle, request_id: str) -> HeaderList:
+    def _begin_answer(self, exchange: Exchange, handle: DispatchHandle) -> HeaderList:
+        """At the provider's first byte: no other attempt can follow, so the body is let go; tell what we
+        know.
+        """
+        visit: _Visit = exchange.data[1]
+        visit.fields = None
+        exchange.release_body()
         headers: HeaderList = [
-            (b"x-request-id", request_id.encode("ascii")),
+            (b"x-request-id", visit.request_id.encode("ascii")),
             (b"x-iop-queue-ms", b"%d" % handle.queue_ms),
             (b"x-iop-weight-version", handle.weight_version.encode("utf-8", "replace")),
         ]
         if self._find_snapshot().shows_provider:
             headers.append((b"x-iop-provider", handle.provider_name.encode("ascii", "replace")))
         return headers
+
+    def _answer_estimate(self, exchange: Exchange, visit: _Visit, fields: RequestFields) -> None:
+        """Count tokens ourselves where no provider does, and say so (SF-14)."""
+        count = int(prompt_bytes(fields) / self._find_snapshot().chars_per_token)
+        self._answer(exchange, visit, {"input_tokens": max(1, count)}, (b"x-iop-estimate", b"1"))
 
     # ---- models ----
 
@@ -317,6 +301,31 @@ class EdgeHttp:
 def _may_use(visit: _Visit) -> Callable[..., bool]:
     assert visit.caller is not None, "a request is admitted before it is answered"
     return visit.caller.may_use
+
+
+def _prepare(exchange: Exchange, relay: Relay, target: ServedTarget) -> TunnelCall:
+    """Build the provider's request once it is known who serves it (EN-54)."""
+    if target.route is not Route.TUNNEL:
+        raise Unsupported("No provider of this model speaks this route.", reason="operation_not_supported")
+    operation, visit = exchange.data
+    fields = visit.fields
+    head = exchange.head
+    path = operation.path
+    is_named = operation.name in target.operations
+    if head.query:
+        # A profile's operation has a path of its own; only a plain path can carry the caller's query.
+        path = f"{path}?{head.query.decode('ascii')}"
+        is_named = False
+    return TunnelCall(
+        operation=operation.name if is_named else "",
+        method="POST",
+        path=path,
+        headers=request_headers(head, request_id=visit.request_id, is_stream=fields.is_stream),
+        body=fields.with_model(target.target),
+        stream=fields.is_stream,
+        sink=relay,
+        session_id=visit.session,
+    )
 
 
 def _choices(operation: _Operation, fields: RequestFields) -> int:

@@ -52,11 +52,12 @@ class Relay:
         dialect: in whose words an error inside a stream is told.
         choices: how many alternatives a stream must finish.
         event_bytes_max: most bytes of one event.
-        our_headers: headers of ours for this answer, asked for at its first byte.
+        begin: called at the first byte; returns headers of ours for this answer.
         fail: answers an error before the first byte.
     """
 
     __slots__ = (
+        "_begin",
         "_choices",
         "_decoder",
         "_dialect",
@@ -68,7 +69,6 @@ class Relay:
         "_kept",
         "_kept_bytes",
         "_mode",
-        "_our_headers",
         "_owed",
         "_remaining",
         "_shows_decoded",
@@ -82,14 +82,14 @@ class Relay:
         dialect: Dialect,
         choices: int,
         event_bytes_max: int,
-        our_headers: Callable[[], HeaderList],
-        fail: Callable[[IopError], None],
+        begin: Callable[[Exchange, DispatchHandle], HeaderList],
+        fail: Callable[[Exchange, IopError], None],
     ) -> None:
         self._exchange = exchange
         self._dialect = dialect
         self._choices = choices
         self._event_bytes_max = event_bytes_max
-        self._our_headers = our_headers
+        self._begin = begin
         self._fail = fail
         self._handle: DispatchHandle | None = None
         self._mode = _Mode.NOTHING
@@ -103,7 +103,11 @@ class Relay:
         self._owed = 0
 
     def bind(self, handle: DispatchHandle) -> None:
-        """Watch over the exchange from now on: its caller may leave or be slow."""
+        """Watch over the exchange from now on: its caller may leave or be slow.
+
+        Handle and relay know each other until the provider's last word; then the relay forgets, so that
+        both die at once and not at the next search for cycles.
+        """
         self._handle = handle
         self._exchange.bind(on_gone=self._on_gone, on_writable=self._on_writable)
 
@@ -147,8 +151,9 @@ class Relay:
             if framing is BodyFraming.CLOSE and b"json" in kind:
                 self._json = JsonWatch()
         self._remaining = length
-        self._exchange.release_body()  # no other attempt can follow a first byte
-        self._exchange.start(status, [*out, *self._our_headers()], length=length)
+        assert self._handle is not None, "no answer comes before dispatch has returned"
+        out += self._begin(self._exchange, self._handle)
+        self._exchange.start(status, out, length=length)
 
     def on_body(self, data: bytes) -> None:
         """Pass bytes on."""
@@ -170,25 +175,26 @@ class Relay:
 
     def on_end(self) -> None:
         """The provider's answer is over as far as its framing tells."""
-        if self._exchange.is_ended or self._exchange.is_gone:
-            return
-        if self._mode is _Mode.EVENTS:
-            self._end_events(_TRUNCATED)
-        elif self._mode is _Mode.PLAIN:
-            self._end_plain()
+        if not (self._exchange.is_ended or self._exchange.is_gone):
+            if self._mode is _Mode.EVENTS:
+                self._end_events(_TRUNCATED)
+            elif self._mode is _Mode.PLAIN:
+                self._end_plain()
+        self._handle = None
 
     def on_error(self, error: StreamError) -> None:
         """The provider's answer was cut, or never came."""
         exchange = self._exchange
         if exchange.is_ended or exchange.is_gone:
-            return
-        if not exchange.is_started:
-            self._fail(error_of_stream(error))
+            pass
+        elif not exchange.is_started:
+            self._fail(self._exchange, error_of_stream(error))
         elif self._mode is _Mode.EVENTS:
             self._end_events(error)
         else:
             self._note_truncated()
             exchange.cut()
+        self._handle = None
 
     # ---- bodies ----
 
@@ -295,10 +301,11 @@ class Relay:
 
     def _refuse_coding(self) -> None:
         self._fail(
+            self._exchange,
             Unavailable(
                 "The provider answers in a content coding that neither the caller nor the gateway reads.",
                 reason="unsupported_encoding",
-            )
+            ),
         )
         if self._handle is not None:
             self._handle.cancel(CancelReason.CLIENT_GONE)
