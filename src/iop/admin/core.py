@@ -482,7 +482,7 @@ class AdminCore:
             return accepted.operation_id
         self._store_ok = True
         operation_id = accepted.operation_id
-        self._spawn(self._execute(operation_id, is_recovery=False), name=f"op {operation_id}")
+        _ = self._spawn(self._execute(operation_id, is_recovery=False), name=f"op {operation_id}")
         self._drop_superseded(accepted)
         return operation_id
 

@@ -107,7 +107,7 @@ class Database:
 
     async def _take_advisory_lock(self) -> None:
         connection = await self.reader.connect()
-        await connection.execution_options(isolation_level="AUTOCOMMIT")
+        connection = await connection.execution_options(isolation_level="AUTOCOMMIT")
         taken = await connection.scalar(sa.select(sa.func.pg_try_advisory_lock(ADVISORY_LOCK)))
         if not taken:
             await connection.close()

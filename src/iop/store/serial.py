@@ -15,8 +15,8 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
 
 __all__ = ["dumps", "loads"]
 
@@ -37,7 +37,7 @@ def loads(text: str, hint: type[T]) -> T:
         ValueError: the text does not fit the type.
     """
     try:
-        value: T = _codec(hint)[1](json.loads(text))
+        value: T = _codec(cast("Hashable", hint))[1](json.loads(text))
     except (KeyError, TypeError) as exc:
         raise ValueError(f"a stored {getattr(hint, '__name__', hint)} cannot be read") from exc
     return value

@@ -35,7 +35,7 @@ MESSAGE_BYTES_MAX: Final = 65 * 1024 * 1024
 """Largest message either way: an inline weight update of the contract's default size, with its frame
 (AD-104)."""
 
-END_OF_CALL: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+END_OF_CALL: Final[Any] = grpc.aio.EOF
 """What reading a call gives when it ended with OK."""
 
 DETAILS_KEY: Final = "grpc-status-details-bin"

@@ -74,7 +74,7 @@ def current_caller() -> Principal | ApiCaller:
 
 
 # The base class is generic in its stubs only.
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Ends every failed call with a mapped status; what is not ours becomes INTERNAL and says no more.
 
     Args:
@@ -133,7 +133,7 @@ class Authenticator(Protocol[Caller_co]):
         ...
 
 
-class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):  # type: ignore[type-arg]
+class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):
     """Authenticates and authorises each call before its message is parsed (AD-03, AD-17).
 
     Args:
