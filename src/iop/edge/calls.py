@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from iop.core.ids import ModelId, NodeId, ProviderId, RequestId
 from iop.net.ports import RunSink, TunnelSink
@@ -44,9 +44,11 @@ class Outcome(Enum):
     REJECTED = "rejected"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProviderKey:
-    """One resource: one adapter instance on one Node; the same over all generations (EN-92)."""
+class ProviderKey(NamedTuple):
+    """One resource: one adapter instance on one Node; the same over all generations (EN-92).
+
+    A tuple, because it is hashed a dozen times per request.
+    """
 
     node: NodeId
     provider: ProviderId

@@ -455,6 +455,28 @@ async def test_a_provider_that_takes_runs_gets_a_run_under_the_same_lease(make_e
     assert edge.status.explain("r1")["usage"]["completion_tokens"] == 1
 
 
+@pytest.mark.clause("EN-60", "EN-61", "EN-62")
+async def test_a_pool_may_mix_providers_of_every_type_and_each_is_spoken_to_in_its_way(make_edge):
+    mixed = {
+        "n1/http": adapter_spec("http", capacity=1),
+        "n1/agent": adapter_spec("agent", capacity=1, route=Route.RUN),
+    }
+    edge = await make_edge(snapshot_of(mixed, {"fast": ["n1/http", "n1/agent"]}))
+    node = FakeEdgeConnection(edge.nodes).connect()
+    routes = []
+
+    def prepare(target):
+        routes.append((target.key.provider, target.route))
+        if target.route is Route.RUN:
+            return RunCall(input=b"hi", sink=RecordingRunSink())
+        return tunnel_to(RecordingSink())(target)
+
+    for _ in range(2):
+        await edge.dispatcher.dispatch(request_of("fast"), prepare)
+    assert sorted(routes, key=str) == [("agent", Route.RUN), ("http", Route.TUNNEL)]
+    assert {type(stream.request).__name__ for stream in node.streams} == {"RunRequest", "TunnelRequest"}
+
+
 @pytest.mark.clause("EN-109", "EN-112")
 async def test_shutdown_refuses_waiters_lets_runs_finish_and_cancels_the_rest(make_edge):
     edge = await make_edge(snapshot_of(ONE, FAST))

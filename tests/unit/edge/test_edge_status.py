@@ -23,7 +23,7 @@ SNAPSHOT = snapshot_of(
 )
 
 
-@pytest.mark.clause("EN-13", "EN-91", "EN-92", "EN-04")
+@pytest.mark.clause("EN-13", "EN-90", "EN-91", "EN-92", "EN-04")
 async def test_status_has_the_published_shape_and_no_address(make_edge):
     edge = await make_edge(SNAPSHOT)
     node = FakeEdgeConnection(edge.nodes)
@@ -74,6 +74,7 @@ async def test_status_has_the_published_shape_and_no_address(make_edge):
     assert node.token not in text
 
 
+@pytest.mark.clause("EN-113")
 async def test_a_clock_that_differs_is_shown_with_its_size(make_edge):
     edge = await make_edge(SNAPSHOT)
     node = FakeEdgeConnection(edge.nodes).connect()
