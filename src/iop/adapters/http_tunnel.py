@@ -103,14 +103,7 @@ class HttpTunnel:
         """ERROR, also the answer to a cancel (EN-56)."""
         if error.failure is not UpstreamFailure.CANCELLED:
             self._on_outcome(error)
-        self._stream.fail(
-            StreamError(
-                code=_CODES[error.failure],
-                message=error.message,
-                retryable=error.failure is not UpstreamFailure.CANCELLED,
-                before_start=error.is_unsent,
-            )
-        )
+        self._stream.fail(stream_error_of(error))
 
     def on_closed(self) -> None:
         """The engine's connection is free or gone."""
@@ -120,6 +113,16 @@ class HttpTunnel:
     def _on_cancel(self, reason: CancelReason) -> None:  # noqa: ARG002 - every reason ends it the same way
         if self._exchange is not None:
             self._exchange.cancel()
+
+
+def stream_error_of(error: UpstreamError) -> StreamError:
+    """A failed exchange as the stream's error (EN-112)."""
+    return StreamError(
+        code=_CODES[error.failure],
+        message=error.message,
+        retryable=error.failure is not UpstreamFailure.CANCELLED,
+        before_start=error.is_unsent,
+    )
 
 
 def refuse_tunnel(

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from iop.adapters.base import Adapter, AdapterServices
+from iop.adapters.ollama import OllamaAdapter
 from iop.adapters.openai_compat import OpenAICompatAdapter
 from iop.adapters.openengine.adapter import OpenEngineAdapter
 from iop.adapters.openengine.control import OpenEngineControl
@@ -39,6 +40,7 @@ ADAPTERS: Final[Mapping[str, AdapterFactory]] = MappingProxyType(
     {
         "openai_compat": _openai_compat,
         "openengine": _openengine,
+        "ollama": OllamaAdapter,
         "vllm": _openai_compat,
         "sglang": _openai_compat,
         "trtllm": _openai_compat,
