@@ -215,6 +215,20 @@ class Dispatcher:
         self.apply(closed)
         self.apply(self.pools.set_gates([pair for pair in given if pair[1].is_open], now=now))
 
+    def override(
+        self,
+        key: ProviderKey,
+        *,
+        capacity: int | None = None,
+        long_capacity: int | None = None,
+        enabled: bool | None = None,
+    ) -> None:
+        """Put reconfigured values over the file's, and let whoever fits now go (AD-47)."""
+        now = self._loop.time()
+        self.apply(
+            self.pools.override(key, capacity=capacity, long_capacity=long_capacity, enabled=enabled, now=now)
+        )
+
     def apply_snapshot(self, snapshot: EdgeSnapshot) -> None:
         """Take a new configuration; running requests keep the limits they were admitted under (EN-114)."""
         self._snapshot = snapshot

@@ -16,9 +16,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from iop.admin.enums import AdminErrorCode, AdmissionPolicy, DrainTimeoutAction, ParticipantPhase, PauseMode
+from iop.admin.enums import (
+    AdminErrorCode,
+    AdmissionPolicy,
+    DrainTimeoutAction,
+    ParticipantPhase,
+    PauseMode,
+    ReconfigurableField,
+)
 from iop.admin.participant import AdmissionGate, ProgressSink
 from iop.admin.profile import ParticipantInfo
+from iop.admin.requests import ServingChange
 from iop.admin.results import ParticipantError
 from iop.admin.steps import (
     ApplyWeightsStep,
@@ -27,6 +35,7 @@ from iop.admin.steps import (
     ParticipantReadBack,
     PauseStep,
     PrepareWeightsStep,
+    ReconfigureStep,
     ResumeStep,
     Step,
     StepCall,
@@ -279,6 +288,8 @@ class Participants:
         result = await self._send(call, group, report)
         if isinstance(call.body, ResumeStep) and all(o.error is None for o in result.participants):
             self._dispatcher.thaw((group.key,))
+        if isinstance(call.body, ReconfigureStep) and all(o.error is None for o in result.participants):
+            self._override(group.key, call.body.changes)
         self._learn_versions(group, result.participants)
         return replace(result, work=_together(before, result.work))
 
@@ -564,6 +575,19 @@ class Participants:
             node=key.node,
             provider=key.provider,
         )
+
+    def _override(self, key: ProviderKey, changes: Iterable[ServingChange]) -> None:
+        """What the engine serves from now on is what the Edge admits from now on (AD-47)."""
+        for change in changes:
+            match change.field, change.value:
+                case ReconfigurableField.ENABLED, bool(enabled):
+                    self._dispatcher.override(key, enabled=enabled)
+                case ReconfigurableField.CAPACITY, int(capacity):
+                    self._dispatcher.override(key, capacity=capacity)
+                case ReconfigurableField.LONG_CONTEXT_CAPACITY, int(capacity):
+                    self._dispatcher.override(key, long_capacity=capacity)
+                case _:
+                    pass  # roles, sizes and names are the engine's own business
 
     def _learn_versions(self, group: _Group, outcomes: Iterable[ParticipantOutcome]) -> None:
         for outcome in outcomes:

@@ -6,15 +6,22 @@ import asyncio
 
 import pytest
 
-from iop.admin.enums import AdminErrorCode, AdmissionPolicy, DrainTimeoutAction, PauseMode
+from iop.admin.enums import (
+    AdminErrorCode,
+    AdmissionPolicy,
+    DrainTimeoutAction,
+    PauseMode,
+    ReconfigurableField,
+)
 from iop.admin.participant import AdmissionGate
 from iop.admin.profile import Capabilities, ParticipantInfo
-from iop.admin.requests import PauseSpec
+from iop.admin.requests import PauseSpec, ServingChange
 from iop.admin.steps import (
     FlushStep,
     ParticipantOutcome,
     ParticipantReadBack,
     PauseStep,
+    ReconfigureStep,
     ResumeStep,
     StepCall,
     StepResult,
@@ -293,6 +300,27 @@ async def test_keep_freezes_the_edges_clocks_until_the_engine_resumed(fleet):
     node.streams[0].start()
     node.streams[0].end()
     assert handle.outcome is Outcome.COMPLETE
+
+
+@pytest.mark.clause("AD-47")
+async def test_what_a_reconfigured_engine_serves_is_what_the_edge_admits(fleet):
+    edge, engine, _ = fleet
+    step = ReconfigureStep(
+        changes=(
+            ServingChange(field=ReconfigurableField.CAPACITY, value=9),
+            ServingChange(field=ReconfigurableField.LONG_CONTEXT_CAPACITY, value=2),
+        )
+    )
+    await edge.participants.execute(call(step), lambda _: None)
+    figures = edge.pools.provider_figures(KEY)
+    assert (figures.capacity, figures.long_capacity) == (9, 2)
+    off = ReconfigureStep(changes=(ServingChange(field=ReconfigurableField.ENABLED, value=False),))
+    engine.refusal = "unsupported"
+    await edge.participants.execute(call(off, step=2), lambda _: None)
+    assert edge.pools.provider_figures(KEY).status == "available", "a refused change changes nothing"
+    engine.refusal = ""
+    await edge.participants.execute(call(off, step=3), lambda _: None)
+    assert edge.pools.provider_figures(KEY).status == "disabled"
 
 
 @pytest.mark.clause("AD-35")
