@@ -471,6 +471,16 @@ def test_a_removed_provider_takes_nothing_new_and_goes_with_its_last_run():
 
 
 @pytest.mark.clause("EN-114")
+def test_a_provider_that_comes_back_into_the_config_finds_its_node_connected():
+    pools = one()
+    up(pools)
+    pools.apply_snapshot(snapshot_of({}, {}, revision=2), now=1.0)
+    again = snapshot_of({"n1/main": adapter_spec("main")}, {"fast": ["n1/main"]}, revision=3)
+    pools.apply_snapshot(again, now=2.0)
+    assert take(pools).generation == Generation(1)
+
+
+@pytest.mark.clause("EN-114")
 def test_waiters_of_a_removed_model_are_refused_and_more_capacity_serves_them():
     pools = one()
     up(pools)

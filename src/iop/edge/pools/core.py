@@ -118,6 +118,8 @@ class Pools:
         self._members: dict[ModelId, tuple[tuple[PoolMember, Provider], ...]] = {}
         self._where: dict[WaiterId, tuple[ModelId, ClassKey]] = {}
         self._affinities = Affinities()
+        self._generations: dict[NodeId, Generation] = {}
+        """Of all Nodes that are activated, also while the config names no provider on them."""
         self._next_waiter = 0
         self._next_number = 0
         self._picks = 0
@@ -209,6 +211,7 @@ class Pools:
 
     def activate(self, node: NodeId, generation: Generation, *, now: float) -> list[Settlement]:
         """A Node is ready: its resources come online in this generation, gates permitting, and waiters move (EN-32)."""
+        self._generations[node] = generation
         mine = [p for p in self._providers.values() if p.key.node == node and p.is_configured]
         for provider in mine:
             provider.generation = generation
@@ -225,6 +228,8 @@ class Pools:
 
         Offline first: pumping before would hand the freed slots of a dead Node to waiters.
         """
+        if self._generations.get(node) == generation:
+            del self._generations[node]
         mine = [p for p in self._providers.values() if p.key.node == node]
         for provider in mine:
             if provider.generation == generation:
@@ -695,9 +700,6 @@ class Pools:
         )
 
     def _update_providers(self, snapshot: EdgeSnapshot) -> None:
-        generations: dict[NodeId, Generation] = {
-            p.key.node: p.generation for p in self._providers.values() if p.generation is not None
-        }
         for provider in self._providers.values():
             provider.is_configured = False
             provider.models = ()
@@ -712,7 +714,7 @@ class Pools:
                         name=opaque_name(key),
                         spec=spec,
                         breaker=Breaker(snapshot.breaker),
-                        generation=generations.get(node.id),
+                        generation=self._generations.get(node.id),
                         gate=RECONCILE_GATE if spec.is_administered else OPEN_GATE,
                         models=models,
                     )
