@@ -194,6 +194,8 @@ class Connection(asyncio.Protocol, Generic[SessionT]):
             if not data:
                 break
             transport.write(data)
+            if not session.has_output:
+                break
         if session.is_closed and not session.has_output and not transport.is_closing():
             transport.close()
 

@@ -317,10 +317,11 @@ def chunk_frame_head_and_tail(
 
 
 def read_body_head(payload: bytes | memoryview, start: int, end: int) -> tuple[bytes, int, int] | None:
-    """Look whether a packet is a plain BODY frame.
+    """Look whether a packet is a plain BODY or END frame.
 
     Returns:
-        Run id (UTF-8), sequence and where its body starts (it runs to ``end``); None: take the general path.
+        Run id (UTF-8), sequence and where its body starts (it runs to ``end``; an END has none and starts there).
+        None: take the general path.
     """
     if end - start < 12 or payload[start] != 0x82 or payload[start + 1] != 0x02:
         return None
@@ -344,10 +345,11 @@ def read_body_head(payload: bytes | memoryview, start: int, end: int) -> tuple[b
     id_bytes = payload[at + 1]
     at += 2
     id_end = at + id_bytes
-    if id_bytes > _RUN_ID_BYTES_MAX or id_end + 6 > end:
+    if id_bytes > _RUN_ID_BYTES_MAX or id_end + 4 > end:
         return None
     run_id = bytes(payload[at:id_end])
-    if payload[id_end] != 0x10 or payload[id_end + 1] != 0x02 or payload[id_end + 2] != 0x18:
+    kind = payload[id_end + 1]
+    if payload[id_end] != 0x10 or kind not in {0x02, 0x03} or payload[id_end + 2] != 0x18:
         return None
     at = id_end + 3
     sequence = shift = 0
@@ -360,6 +362,8 @@ def read_body_head(payload: bytes | memoryview, start: int, end: int) -> tuple[b
         if part < 0x80:
             break
         shift += 7
+    if kind == 0x03:
+        return (run_id, sequence, at) if at == end else None
     if at >= end or payload[at] != 0x32:
         return None
     at += 1

@@ -1,4 +1,7 @@
-"""What a session tells its shell. Streams in events are the session's own objects; their ``owner`` is the shell's."""
+"""What a session tells its shell. Streams in events are the session's own objects; their ``owner`` is the shell's.
+
+Events of every request are tuples, since making a frozen dataclass costs several times as much.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +70,7 @@ class ReadyReported:
     request: ReadyRequest
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseStarted:
+class ResponseStarted(NamedTuple):
     """Status and headers of a tunnel."""
 
     stream: EdgeStream
@@ -92,8 +94,7 @@ class UsageReceived:
     usage: Usage
 
 
-@dataclass(frozen=True, slots=True)
-class TunnelEnded:
+class TunnelEnded(NamedTuple):
     """The one terminal of a tunnel; no error: whole."""
 
     stream: EdgeStream
@@ -168,8 +169,7 @@ class ReadyAnswered:
     ack: ReadyAck
 
 
-@dataclass(frozen=True, slots=True)
-class StreamOpened:
+class StreamOpened(NamedTuple):
     """A tunnel, run, artifact request or admin step whose body is complete; ``stream.kind`` tells which."""
 
     stream: NodeStream

@@ -261,6 +261,10 @@ class EdgeSession(Session[EdgeStream]):
             stream = self._streams.get(run_id)
             if stream is not None and stream.kind is not StreamKind.RUN:
                 stream.check_sequence(sequence)
+                if body_at == end:
+                    stream.check_tunnel_order(FrameKind.END)
+                    self._finish(stream, None)
+                    return
                 stream.check_tunnel_order(FrameKind.BODY)
                 stream.window.receive(end - body_at)
                 self._events.append(events.BodyReceived(stream, buffer[body_at:end]))

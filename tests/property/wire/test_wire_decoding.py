@@ -137,6 +137,8 @@ def test_the_short_path_of_body_frames_agrees_with_protobuf(body: bytes, run_id:
 
 @pytest.mark.clause("EN-100")
 @given(st.binary(max_size=200))
+@example(b"\x82\x02\x0c\x0a\x06abcdef\x10\x03\x18\x05")
+@example(b"\x82\x02\x0d\x0a\x06abcdef\x10\x03\x18\x85")
 @example(b"\x82\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff")
 @example(b"\x82\x02\x0a\x0a\x7f\x10\x02\x18\x01\x32\x00zzzzz")
 def test_the_short_path_takes_only_what_protobuf_reads_the_same_way(data: bytes) -> None:
@@ -154,7 +156,7 @@ def test_the_short_path_takes_only_what_protobuf_reads_the_same_way(data: bytes)
         return
     frame_read = packet.provider_tunnel_frame
     assert (frame_read.run_id.encode(), frame_read.sequence) == (run_id, sequence)
-    assert frame_read.kind == pb.TUNNEL_FRAME_KIND_BODY
+    assert frame_read.kind == (pb.TUNNEL_FRAME_KIND_BODY if frame_read.body else pb.TUNNEL_FRAME_KIND_END)
     assert frame_read.body == data[at - 1 :]
 
 

@@ -191,10 +191,11 @@ def test_the_short_path_of_continuation_frames_writes_what_protobuf_writes(
 @pytest.mark.clause("EN-52")
 def test_the_short_path_of_an_end_writes_what_protobuf_writes() -> None:
     whole = codec.encode(p.TunnelFrame(run_id="run", kind=p.FrameKind.END, sequence=300))
+    assert codec.read_body_head(whole, 0, len(whole)) == (b"run", 300, len(whole))
     assert codec.end_frame(codec.string_field(0x0A, "run"), 300) == len(whole).to_bytes(4, "big") + whole
 
 
-def test_only_plain_body_frames_are_read_on_the_short_path() -> None:
+def test_only_plain_body_and_end_frames_are_read_on_the_short_path() -> None:
     others = [message for message in SAMPLES if not isinstance(message, p.Heartbeat)]
     for message in others:
         data = codec.encode(message)

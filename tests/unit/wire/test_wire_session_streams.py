@@ -402,6 +402,16 @@ def test_a_cancel_reaches_the_handler_once_and_its_terminal_comes_back() -> None
     assert pair.edge.streams_open == pair.node.streams_open == 0
 
 
+@pytest.mark.clause("EN-70", "EN-112")
+def test_a_second_cancel_packet_never_reaches_the_handler() -> None:
+    pair = SessionPair.ready(SETTINGS)
+    started(pair)
+    cancel = p.Cancel(kind=p.CancelKind.CANCEL_RUN, run_id="run-1", reason_code="timeout")
+    other = p.Cancel(kind=p.CancelKind.CANCEL_RUN, run_id="run-1", reason_code="a-reason-of-tomorrow")
+    found = to_node(pair, cancel, other, cancel)
+    assert [event.reason for event in pair.of(events.StreamCancelled, found)] == [m.CancelReason.TIMEOUT]
+
+
 @pytest.mark.clause("EN-106")
 def test_a_cancel_never_overtakes_its_opening_packet() -> None:
     pair = SessionPair.ready(SETTINGS)
