@@ -98,10 +98,7 @@ class ScriptedEngine(openengine_pb2_grpc.InferenceServicer, openengine_pb2_grpc.
         )
 
     async def GetModelInfo(self, request: Any, context: Any) -> model_pb2.ModelInfo:  # noqa: N802
-        info = model_pb2.ModelInfo(model_id="m", served_model_name="m")
-        if self.prompt_formats:
-            info.extra.update({"prompt_formats": self.prompt_formats})
-        return info
+        return model_pb2.ModelInfo(model_id="m", served_model_name="m", tokenizer_modes=self.prompt_formats)
 
     async def GetLoad(self, request: Any, context: Any) -> server_pb2.LoadInfo:  # noqa: N802
         return server_pb2.LoadInfo(running_requests=self.in_flight)

@@ -43,7 +43,7 @@ from iop.api.grpc.engine_port import EnginePort
 from iop.api.grpc.listeners import admin_listener, inference_listener
 from iop.api.grpc.server import ListenerSettings
 from iop.core.ids import OperationId, RunId
-from iop.engine import Engine, EngineSettings, builtin_checkpoint
+from iop.engine import ChatMessage, Engine, EngineSettings, builtin_checkpoint
 from iop.engine.participants import RankDriver
 from iop.testing import adapter_suite
 from iop.testing.adapter_suite import PATIENCE_S, SOON_S, RunRecorder, assert_all_ok, eventually, step_call
@@ -146,6 +146,16 @@ async def test_a_chat_runs_and_counts(rig: Rig) -> None:
     assert run.terminal.usage.completion_tokens == 12
     assert run.text
     assert run.events[0].metadata["weight_version"] == rig.engine.weight_version
+
+
+@pytest.mark.clause("SF-22")
+async def test_the_model_sees_the_chat_in_its_own_template(rig: Rig) -> None:
+    run = rig.run(24)
+    await rig.adapter.run(run)
+    prompt = rig.engine.render_chat([ChatMessage(role="user", content="hello")]).token_ids
+    assert run.terminal is not None
+    assert run.terminal.usage is not None
+    assert run.terminal.usage.prompt_tokens == len(prompt)
 
 
 @pytest.mark.clause("EN-56", "SF-07")

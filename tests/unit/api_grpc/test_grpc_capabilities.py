@@ -106,6 +106,7 @@ def test_saying_no_to_a_feature_needs_no_support_for_it(changes: dict[str, Any])
         {"kv_session": b""},
         {"guide": ports.Guide(kind="regex", value="a", backend="xgrammar")},
         {"extra": {"anything": 1}},
+        {"extra": {"prompt_format": "unheard-of"}},
     ],
 )
 def test_what_nobody_can_advertise_is_refused(changes: dict[str, Any]) -> None:

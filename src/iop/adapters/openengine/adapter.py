@@ -209,10 +209,7 @@ class OpenEngineAdapter:
             if exc.code() in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT}:
                 return frozenset()
             raise
-        if "prompt_formats" not in model.extra:
-            return frozenset()
-        formats = model.extra["prompt_formats"]
-        return frozenset(str(each) for each in formats) if not isinstance(formats, str) else frozenset()
+        return frozenset(model.tokenizer_modes)
 
     def _observe(self, health: Health, reason: str) -> None:
         if (health, reason) == (self._health, self._reason):

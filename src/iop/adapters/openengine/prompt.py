@@ -1,8 +1,8 @@
 """A run's input as an OpenEngine generation: chat JSON, completion JSON or plain text (EN-43).
 
 OpenEngine generates from a prompt, not from messages. An engine that can render its own chat template says
-so in ``ModelInfo.extra["prompt_formats"]`` with ``chat_messages``; the messages then travel as JSON in
-``prompt`` and ``extra["prompt_format"]`` says how to read them. For any other engine the conversation is
+so in ``ModelInfo.tokenizer_modes`` with ``chat_messages``; the messages then travel as JSON in ``prompt`` and
+``extra["prompt_format"]`` says how to read them. For any other engine the conversation is
 written out as plain text with one role name per turn, which base models and most tuned ones understand well
 enough.
 """

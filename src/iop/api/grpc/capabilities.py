@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from iop.api.grpc.ports import (
     CandidateMode,
@@ -19,6 +20,9 @@ from iop.api.grpc.ports import (
 from iop.core.errors import InvalidRequest, IopError, Unsupported
 
 __all__ = ["check_supported"]
+
+PROMPT_FORMAT_KEY: Final = "prompt_format"
+"""`GenerateRequest.extra` key: how `prompt` is to be read."""
 
 
 def check_supported(call: GenerateCall, model: ModelInfo, server: ServerInfo) -> None:
@@ -49,7 +53,7 @@ def _refusals(call: GenerateCall, model: ModelInfo, server: ServerInfo) -> Itera
         ),
         ("openengine-priority", call.hints.priority is not None, can.supports_priority),
         ("guided.backend", call.guide is not None and bool(call.guide.backend), False),
-        *((f"extra.{key}", True, False) for key in call.extra),
+        *((f"extra.{key}", True, _knows_extra(key, value, model)) for key, value in call.extra.items()),
     )
     yield from (_unsupported(feature) for feature, is_asked, is_there in asked if is_asked and not is_there)
     if call.guide is not None:
@@ -66,6 +70,11 @@ def _refusals(call: GenerateCall, model: ModelInfo, server: ServerInfo) -> Itera
         yield _beyond(
             "openengine-target-dp-rank", f"must be below {ranks}, the number of data-parallel ranks"
         )
+
+
+def _knows_extra(key: str, value: object, model: ModelInfo) -> bool:
+    """`prompt_format` says how to read the prompt; a model lists the ways it can as its tokenizer modes."""
+    return key == PROMPT_FORMAT_KEY and value in model.tokenizer_modes
 
 
 def _logprob_refusals(where: str, wish: LogprobWish | None, can: LogprobCapabilities) -> Iterator[IopError]:

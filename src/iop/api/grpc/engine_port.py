@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Final, Self, TypeVar
+
+import msgspec
 
 from iop.admin.enums import EngineRole, PauseMode
 from iop.api.grpc import ports
 from iop.core.clock import Clock
-from iop.core.errors import IopError, NotFound
+from iop.core.errors import InvalidRequest, IopError, NotFound
 from iop.engine import (
+    ChatMessage,
     Engine,
     EngineState,
     Finished,
@@ -39,11 +43,19 @@ READ_BACK_TIMEOUT_S: Final = 5.0
 PROBE_TIMEOUT_S: Final = 30.0
 """How long the tiny generation of a health probe may take; it waits in the queue like any other."""
 
+CHAT_FORMAT: Final = "chat_messages"
+"""The prompt format of chat messages that the engine renders with its own template."""
+
 _FINISHES: Final = {
     FinishReason.STOP: ports.OutputFinish.STOP,
     FinishReason.LENGTH: ports.OutputFinish.LENGTH,
     FinishReason.CANCELLED: ports.OutputFinish.CANCELLED,
 }
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str
 
 
 class EnginePort:
@@ -85,6 +97,7 @@ class EnginePort:
             model_id=info.model_id,
             served_model_name=info.model_id,
             max_context_length=info.context_tokens,
+            tokenizer_modes=("text", CHAT_FORMAT),
             supports_text_input=True,
             supports_token_ids_input=True,
             generation=ports.GenerationCapabilities(
@@ -103,10 +116,27 @@ class EnginePort:
 
     async def generate(self, call: ports.GenerateCall) -> _EngineStream:
         """Accept a request, or raise what the engine raises."""
+        if call.extra.get("prompt_format") == CHAT_FORMAT:
+            call = replace(call, prompt=self._render_chat(call.prompt))
         stream = self._engine.generate(_to_engine(call))
         accepted = _EngineStream(self, call, stream, self._engine)
         self._live[call.request_id] = accepted
         return accepted
+
+    def _render_chat(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        """Messages as JSON, through the model's own template."""
+        try:
+            messages = msgspec.json.decode(prompt if isinstance(prompt, str) else "", type=list[_Message])
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as exc:
+            raise InvalidRequest(
+                '`prompt` must be a JSON list of {"role", "content"} with this prompt_format.',
+                reason="BAD_PROMPT",
+                details={"field": "prompt"},
+            ) from exc
+        rendered = self._engine.render_chat(
+            [ChatMessage(role=message.role, content=message.content) for message in messages]
+        )
+        return rendered.token_ids
 
     # ------------------------------------------------------------------------------------------ control
 
