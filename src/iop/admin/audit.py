@@ -37,9 +37,7 @@ def chain(last: AuditRow | None, entry: AuditEntry) -> AuditRow:
     """The row that follows `last`."""
     index = 1 if last is None else last.index + 1
     previous = GENESIS if last is None else last.digest
-    return AuditRow(
-        index=index, entry=entry, previous=previous, digest=digest_of(index, entry, previous)
-    )
+    return AuditRow(index=index, entry=entry, previous=previous, digest=digest_of(index, entry, previous))
 
 
 def find_break(rows: Iterable[AuditRow], *, head: bytes | None = None) -> str:

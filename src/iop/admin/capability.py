@@ -69,12 +69,16 @@ def capability_refusals(request: MutationRequest, chosen: Sequence[ParticipantIn
             yield from _release(request, chosen)
         case RestoreResourcesRequest():
             for resource in request.kinds:
-                yield from _offered(f"resource kind {resource.name}", chosen, _has("resource_kinds", resource))
+                yield from _offered(
+                    f"resource kind {resource.name}", chosen, _has("resource_kinds", resource)
+                )
         case UpdateWeightsRequest():
             yield from _update(request, chosen)
         case StartProfileRequest():
             for profiler in request.kinds:
-                yield from _offered(f"profiler kind {profiler.name}", chosen, _has("profiler_kinds", profiler))
+                yield from _offered(
+                    f"profiler kind {profiler.name}", chosen, _has("profiler_kinds", profiler)
+                )
         case ReconfigureServingRequest():
             yield from _reconfigure(request, chosen)
         case ResumeRequest() | StopProfileRequest():
@@ -137,9 +141,7 @@ def _update(request: UpdateWeightsRequest, chosen: Sequence[ParticipantInfo]) ->
 
 def _reconfigure(request: ReconfigureServingRequest, chosen: Sequence[ParticipantInfo]) -> Iterator[IopError]:
     for change in request.changes:
-        yield from _offered(
-            f"field {change.field.name}", chosen, _has("reconfigurable_fields", change.field)
-        )
+        yield from _offered(f"field {change.field.name}", chosen, _has("reconfigurable_fields", change.field))
         match change.field:
             case ReconfigurableField.ROLE:
                 yield from _offered(f"role {change.value}", chosen, _has("roles", change.value))

@@ -285,7 +285,7 @@ class AdminCore:
                 if exc.reason == "LEASE_LOST":
                     raise
                 logger.exception("operation.crashed op_id=%s", operation_id)
-            except Exception:  # noqa: BLE001 - see the docstring
+            except Exception:
                 logger.exception("operation.crashed op_id=%s", operation_id)
             else:
                 break
@@ -302,17 +302,19 @@ class AdminCore:
         now = self._clock.unix_nanos()
         await self._journal.advance(
             operation_id,
-            lambda snapshot, record: None
-            if record.moves.state.is_terminal
-            else ended_badly(
-                snapshot,
-                record,
-                error,
-                Leftover(
-                    quarantine={g.group_id: "an operation crashed" for g in record.spec.groups},
-                    changed=True,
-                ),
-                now_unix_nanos=now,
+            lambda snapshot, record: (
+                None
+                if record.moves.state.is_terminal
+                else ended_badly(
+                    snapshot,
+                    record,
+                    error,
+                    Leftover(
+                        quarantine={g.group_id: "an operation crashed" for g in record.spec.groups},
+                        changed=True,
+                    ),
+                    now_unix_nanos=now,
+                )
             ),
         )
         await self._regate()
@@ -342,9 +344,7 @@ class AdminCore:
             raise
         reason = request.options.reason
         if isinstance(outcome, OperationPlan):
-            await self.audit(
-                principal, method, outcome="PLANNED", digest=call.request_sha256, reason=reason
-            )
+            await self.audit(principal, method, outcome="PLANNED", digest=call.request_sha256, reason=reason)
             yield AdminOperationEvent(
                 operation_id="",
                 sequence=0,
@@ -400,8 +400,7 @@ class AdminCore:
         participants = self._driver.participants()
         unreconciled = self._reconciler.unreconciled(participants)
         return [
-            dataclasses.replace(p, connected=False) if p.group_id in unreconciled else p
-            for p in participants
+            dataclasses.replace(p, connected=False) if p.group_id in unreconciled else p for p in participants
         ]
 
     def _require_ready(self) -> None:
@@ -501,9 +500,7 @@ class AdminCore:
         await self._authorized(principal, Permission.GET, "GET_OPERATION", operation_id)
         return redact(view_of(await self._load(operation_id)), principal)
 
-    async def list_operations(
-        self, principal: Principal, request: ListOperationsRequest
-    ) -> OperationPage:
+    async def list_operations(self, principal: Principal, request: ListOperationsRequest) -> OperationPage:
         """One page, newest first. Raises InvalidRequest on a foreign page token."""
         await self._authorized(principal, Permission.LIST, "LIST_OPERATIONS")
         size = min(request.page_size or PAGE_SIZE_MAX, PAGE_SIZE_MAX)
@@ -523,9 +520,7 @@ class AdminCore:
         """Events after a sequence, then live until the terminal one. Raises NotFound."""
         await self._authorized(principal, Permission.WATCH, "WATCH_OPERATION", operation_id)
         record = await self._load(operation_id)
-        events = follow(
-            self._journal, self._announcer, record.operation_id, after_sequence=after_sequence
-        )
+        events = follow(self._journal, self._announcer, record.operation_id, after_sequence=after_sequence)
         async for event in events:
             yield _redacted(event, principal)
 
@@ -550,9 +545,7 @@ class AdminCore:
         try:
             result = await self._cancel(principal, operation_id, reason)
         except IopError as refusal:
-            await self.audit(
-                principal, "CANCEL_OPERATION", outcome=refusal.reason, operation_id=operation_id
-            )
+            await self.audit(principal, "CANCEL_OPERATION", outcome=refusal.reason, operation_id=operation_id)
             raise
         await self.audit(
             principal,
@@ -650,9 +643,7 @@ class AdminCore:
 
 
 def _unknown(operation_id: str) -> NotFound:
-    return NotFound(
-        "no such operation", reason="OPERATION_NOT_FOUND", details={"operation_id": operation_id}
-    )
+    return NotFound("no such operation", reason="OPERATION_NOT_FOUND", details={"operation_id": operation_id})
 
 
 def _failed(operation_id: str, message: str) -> Conflict:

@@ -213,7 +213,7 @@ class Crew:
         """Run one call under its own supervisor: whatever goes wrong becomes this group's report."""
         try:
             report = await self._execute(call)
-        except Exception as exc:  # noqa: BLE001 - the supervisor of one call
+        except Exception as exc:
             logger.exception("step.crashed operation=%s step=%d", call.operation_id, call.step)
             report = self._made_up(call, AdminErrorCode.INTERNAL, type(exc).__name__)
         self._pending.pop(call.group_id, None)
@@ -274,8 +274,7 @@ class Crew:
     ) -> GroupReport:
         error = self._error(why, message)
         outcomes = tuple(
-            ParticipantOutcome(participant_id=p, error=error, changed=changed)
-            for p in call.participant_ids
+            ParticipantOutcome(participant_id=p, error=error, changed=changed) for p in call.participant_ids
         )
         return GroupReport(
             group_id=call.group_id,

@@ -1,4 +1,4 @@
-"""Epochs of pauses and releases: which one a request gets, answers, replaces or is too late for (AD-14, AD-41). Pure."""
+"""Epochs of pauses and releases: which one a request gets, answers or is too late for (AD-14, AD-41). Pure."""
 
 from __future__ import annotations
 

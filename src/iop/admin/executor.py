@@ -213,9 +213,11 @@ class Executor:
         """Journal the point of no return, unless a cancel came first."""
         steps = tuple(self._steps.values())
         await self._advance(
-            lambda snapshot, record: None
-            if record.moves.cancel_requested
-            else settle.committed(snapshot, record, steps, phase_index=index)
+            lambda snapshot, record: (
+                None
+                if record.moves.cancel_requested
+                else settle.committed(snapshot, record, steps, phase_index=index)
+            )
         )
         return self._called_off()
 
@@ -231,9 +233,7 @@ class Executor:
         def move(snapshot: Snapshot, record: OperationRecord) -> Advance | None:
             if record.moves.cancel_requested and not record.moves.committed:
                 return None
-            return settle.completed(
-                snapshot, record, steps, consistent=consistent, now_unix_nanos=now
-            )
+            return settle.completed(snapshot, record, steps, consistent=consistent, now_unix_nanos=now)
 
         await self._advance(move)
         return self._called_off() if not self._record.moves.state.is_terminal else None
@@ -314,7 +314,12 @@ class Executor:
         content = await self._ports.with_content(body)
         calls = [self._call(group, number, content, until) for group in groups]
         return await self._run_crew(
-            calls, goal=phase.goal, doing=phase.doing, done=phase.done, index=index, until=until,
+            calls,
+            goal=phase.goal,
+            doing=phase.doing,
+            done=phase.done,
+            index=index,
+            until=until,
             fails_fast=self._fails_fast(),
         )
 
@@ -339,9 +344,7 @@ class Executor:
 
         A step that was begun before a restart keeps its number, so that who executed it already knows it (AD-36).
         """
-        known = {
-            s.group_id: s for s in self._steps.values() if s.phase_index == index and not s.is_undo
-        }
+        known = {s.group_id: s for s in self._steps.values() if s.phase_index == index and not s.is_undo}
         numbers = {known[g.group_id].step for g in groups if g.group_id in known}
         number = min(numbers) if numbers and not fresh else self._record.moves.next_step
         records = [
@@ -355,9 +358,7 @@ class Executor:
             )
             for g in groups
         ]
-        statuses = tuple(
-            self._status(p, phase.doing) for g in groups for p in g.participant_ids
-        )
+        statuses = tuple(self._status(p, phase.doing) for g in groups for p in g.participant_ids)
         progress = OperationProgress(
             phase=phase.doing, done=0, total=len(statuses), unit="participants", message=phase.action
         )
@@ -400,9 +401,7 @@ class Executor:
         is_undo: bool = False,
     ) -> Mapping[GroupId, GroupReport]:
         reports: dict[GroupId, GroupReport] = {}
-        crew = Crew(
-            self._ports.driver, self._ports.clock, self._ports.timing.crew, goal=goal, phase=doing
-        )
+        crew = Crew(self._ports.driver, self._ports.clock, self._ports.timing.crew, goal=goal, phase=doing)
         out_of_time = AdminErrorCode.ROLLBACK_FAILED if is_undo else AdminErrorCode.DEADLINE_EXCEEDED
         async with crew:
             self._crew = crew
@@ -571,9 +570,7 @@ class Executor:
             if why:
                 bad[group.group_id] = why
         await self._note_rolled_back(touched, bad)
-        return settle.Leftover(
-            quarantine=bad, instances=self._instances(), changed=bool(bad), failed=failed
-        )
+        return settle.Leftover(quarantine=bad, instances=self._instances(), changed=bool(bad), failed=failed)
 
     async def _undo_phase(self, index: int, bad: dict[GroupId, str], *, until: float) -> None:
         """Send a phase's undo to the groups that it may have touched; adds those that refuse to `bad`."""
@@ -625,9 +622,7 @@ class Executor:
                 first = next(iter(report.errors.values()))
                 bad[report.group_id] = f"its undo failed: {first.message}"
 
-    async def _note_rolled_back(
-        self, touched: Sequence[GroupMembers], bad: Mapping[GroupId, str]
-    ) -> None:
+    async def _note_rolled_back(self, touched: Sequence[GroupMembers], bad: Mapping[GroupId, str]) -> None:
         statuses = tuple(
             self._status(p, ParticipantPhase.ROLLED_BACK)
             for g in touched
@@ -646,9 +641,7 @@ class Executor:
     ) -> Mapping[ParticipantId, ParticipantReadBack]:
         return await self._read([p for g in groups for p in g.participant_ids])
 
-    async def _read(
-        self, ids: Sequence[ParticipantId]
-    ) -> Mapping[ParticipantId, ParticipantReadBack]:
+    async def _read(self, ids: Sequence[ParticipantId]) -> Mapping[ParticipantId, ParticipantReadBack]:
         timeout_s = self._ports.timing.crew.read_back_timeout_s
         seen = await read_back_all(self._ports.driver, ids, timeout_s=timeout_s)
         self._ports.last_seen.update({p: s for p, s in seen.items() if s.reachable})
@@ -769,9 +762,7 @@ def _with_errors(report: GroupReport) -> StepResult:
     """The answer as journalled: a participant that missed its goal carries why."""
     told = {o.participant_id: o for o in report.result.participants}
     outcomes = tuple(
-        dataclasses.replace(
-            told.get(p) or ParticipantOutcome(participant_id=p), error=report.errors.get(p)
-        )
+        dataclasses.replace(told.get(p) or ParticipantOutcome(participant_id=p), error=report.errors.get(p))
         for p in report.call.participant_ids
     )
     return dataclasses.replace(report.result, participants=outcomes)

@@ -20,6 +20,7 @@ from iop.admin.desired import (
 )
 from iop.admin.enums import BusyPolicy, CacheKind, ResourceKind, WeightRetention
 from iop.admin.epochs import claim_pause
+from iop.admin.permissions import Principal
 from iop.admin.phases import (
     UpdateFacts,
     flush_phases,
@@ -32,7 +33,6 @@ from iop.admin.phases import (
     stop_profile_phases,
     update_phases,
 )
-from iop.admin.permissions import Principal
 from iop.admin.profile import ParticipantInfo
 from iop.admin.records import GroupMembers, Phase
 from iop.admin.requests import (

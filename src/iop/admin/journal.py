@@ -216,5 +216,3 @@ class Journal(Protocol):
     async def audit_rows(self, *, after_index: int, limit: int) -> Sequence[AuditRow]:
         """Audit rows in order."""
         ...
-
-

@@ -50,9 +50,7 @@ async def judge_changes(
             async with asyncio.timeout(timeout_s):
                 result = await driver.execute(call, lambda _progress: None)
         except (IopError, TimeoutError):
-            failures.append(
-                Unavailable(f"{call.group_id} did not judge the change", reason="NOT_JUDGED")
-            )
+            failures.append(Unavailable(f"{call.group_id} did not judge the change", reason="NOT_JUDGED"))
             return
         for outcome in result.participants:
             if outcome.error is not None:
@@ -69,10 +67,7 @@ def _rejected(judgements: Sequence[ChangeResult]) -> tuple[IopError, ...]:
     if not any(j.disposition is ChangeDisposition.REJECTED for j in judgements):
         return ()
     told = {
-        f"{j.participant_id}/{j.field.name}": f"{j.disposition.name} {j.detail}".strip()
-        for j in judgements
+        f"{j.participant_id}/{j.field.name}": f"{j.disposition.name} {j.detail}".strip() for j in judgements
     }
     words = "; ".join(f"{key}: {value}" for key, value in told.items())
-    return (
-        PreconditionFailed(f"a change was rejected: {words}", reason="CHANGE_REJECTED", details=told),
-    )
+    return (PreconditionFailed(f"a change was rejected: {words}", reason="CHANGE_REJECTED", details=told),)

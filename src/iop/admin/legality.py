@@ -149,9 +149,7 @@ def _release_refusals(
     chosen = intent.selection.chosen
     yield from _drain_refusals(request.pause, chosen, desired)
     wanted = frozenset(request.kinds)
-    already = sorted(
-        {k.name for p in chosen for k in wanted & released_kinds(desired, p.participant_id)}
-    )
+    already = sorted({k.name for p in chosen for k in wanted & released_kinds(desired, p.participant_id)})
     if already:
         yield PreconditionFailed(
             f"already released: {', '.join(already)}",
@@ -185,9 +183,7 @@ def superseded_by(
     request: MutationRequest, principal: Principal, intent: Intent, snapshot: Snapshot
 ) -> tuple[OperationRecord, ...]:
     """Running pauses that this request ends and takes the gates of (AD-18's exception)."""
-    return tuple(
-        r for r in _overlapping(intent, snapshot) if _supersedes(request, principal, intent, r)
-    )
+    return tuple(r for r in _overlapping(intent, snapshot) if _supersedes(request, principal, intent, r))
 
 
 def _overlapping(intent: Intent, snapshot: Snapshot) -> Iterator[OperationRecord]:

@@ -65,9 +65,7 @@ class ParticipantDriver(Protocol):
         """
         ...
 
-    async def read_back(
-        self, participant_ids: Sequence[ParticipantId]
-    ) -> Sequence[ParticipantReadBack]:
+    async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
         """Ask the engines how they stand now; one answer per id. Who cannot be asked is `reachable=False`."""
         ...
 

@@ -6,6 +6,7 @@ Only facts that were fixed at acceptance go in, so the same operation has the sa
 from __future__ import annotations
 
 import dataclasses
+
 from iop.admin.enums import BusyPolicy, CacheKind, CachePolicy, ParticipantPhase
 from iop.admin.goals import Goal
 from iop.admin.records import Phase
@@ -111,9 +112,7 @@ def release_phases(
         action=f"release {names}",
         body=ReleaseStep(kinds=request.kinds, weight_retention=request.weight_retention),
         goal=Goal.RELEASED,
-        undo=RestoreStep(
-            kinds=request.kinds, weight_source=weight_source, weight_version=weight_version
-        ),
+        undo=RestoreStep(kinds=request.kinds, weight_source=weight_source, weight_version=weight_version),
     )
     return (release,) if request.pause is None else (_pause(request.pause), release)
 
@@ -128,9 +127,7 @@ def restore_phases(
             doing=_P.APPLYING,
             done=_P.APPLIED,
             action=f"restore {names}",
-            body=RestoreStep(
-                kinds=request.kinds, weight_source=weight_source, weight_version=weight_version
-            ),
+            body=RestoreStep(kinds=request.kinds, weight_source=weight_source, weight_version=weight_version),
             goal=Goal.RESTORED,
         ),
     )

@@ -246,9 +246,7 @@ def _with_epochs_of(
             retention=request.weight_retention,
         )
         last = max(last, release.epoch)
-        desired = dataclasses.replace(
-            desired, releases=with_item(desired.releases, release.epoch, release)
-        )
+        desired = dataclasses.replace(desired, releases=with_item(desired.releases, release.epoch, release))
     return dataclasses.replace(desired, last_epoch=last)
 
 
@@ -301,5 +299,3 @@ def _supersede(record: OperationRecord, successor: OperationSpec, desired: Desir
         rolled_back=False,
     )
     return Advance(moves=moves, events=(ended,))
-
-

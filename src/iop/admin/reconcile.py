@@ -183,9 +183,7 @@ def _restore(
     if ResourceKind.WEIGHTS in kinds:
         records = [desired.weights[m] for p in members for m in p.models if m in desired.weights]
         source = rereadable(records[0]) if records else None
-    return RemedyStep(
-        body=RestoreStep(kinds=tuple(sorted(kinds)), weight_source=source), goal=Goal.RESTORED
-    )
+    return RemedyStep(body=RestoreStep(kinds=tuple(sorted(kinds)), weight_source=source), goal=Goal.RESTORED)
 
 
 def _reload(weights: WeightRecord) -> tuple[RemedyStep, ...]:
@@ -200,10 +198,6 @@ def _reload(weights: WeightRecord) -> tuple[RemedyStep, ...]:
         RemedyStep(
             body=ApplyWeightsStep(model=model, source=source, weight_version=version), goal=Goal.ANSWERED
         ),
-        RemedyStep(
-            body=VerifyWeightsStep(model=model, weight_version=version), goal=Goal.WEIGHTS_VERIFIED
-        ),
-        RemedyStep(
-            body=CommitWeightsStep(model=model, weight_version=version), goal=Goal.WEIGHTS_PUBLISHED
-        ),
+        RemedyStep(body=VerifyWeightsStep(model=model, weight_version=version), goal=Goal.WEIGHTS_VERIFIED),
+        RemedyStep(body=CommitWeightsStep(model=model, weight_version=version), goal=Goal.WEIGHTS_PUBLISHED),
     )

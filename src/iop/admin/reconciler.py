@@ -152,7 +152,7 @@ class Reconciler:
         async with at_once:
             try:
                 await self._reconcile(group, members)
-            except Exception:  # noqa: BLE001 - one group's trouble must not end the loop; it is looked at again
+            except Exception:
                 logger.exception("reconcile.failed group=%s", group)
 
     async def _reconcile(self, group: GroupId, members: tuple[ParticipantInfo, ...]) -> None:
@@ -195,6 +195,12 @@ class Reconciler:
         """
         found: list[Remedy] = []
         now_us = self._clock.unix_nanos() // 1000
+        current = await self._journal.snapshot()
+        is_same = current.desired is before.desired or current.desired == before.desired
+        if is_same and not _is_busy(current, group) and group not in current.desired.quarantines:
+            remedy = remedy_for(current.desired, members, seen)
+            if not remedy.steps:
+                return remedy, 0  # nothing to write, so no transaction
 
         def decide(snapshot: Snapshot) -> Desired | None:
             found.clear()
@@ -279,9 +285,7 @@ class Reconciler:
                 record = weights.get(body.model)
                 if record is not None and record.version == body.weight_version:
                     merged = {**record.digests, **{p: d for p, d in digests.items() if d}}
-                    weights = with_item(
-                        weights, body.model, dataclasses.replace(record, digests=merged)
-                    )
+                    weights = with_item(weights, body.model, dataclasses.replace(record, digests=merged))
             return dataclasses.replace(snapshot.desired, weights=weights)
 
         await self._journal.amend(note)
@@ -310,7 +314,8 @@ class Reconciler:
         """Take note of the weights that engines started with; they bind nobody."""
         first = seen[members[0].participant_id]
         version = first.weight_version
-        if version is None:
+        known = (await self._journal.snapshot()).desired.weights
+        if version is None or all(m in known for m in members[0].models):
             return
 
         def adopt(snapshot: Snapshot) -> Desired | None:
@@ -403,8 +408,6 @@ def _with_instances(
     )
 
 
-def _is_restarted(
-    quarantine: QuarantineRecord, seen: Mapping[ParticipantId, ParticipantReadBack]
-) -> bool:
+def _is_restarted(quarantine: QuarantineRecord, seen: Mapping[ParticipantId, ParticipantReadBack]) -> bool:
     """Whether every engine process is another one than when the group was quarantined."""
     return all(s.instance and quarantine.instances.get(p, s.instance) != s.instance for p, s in seen.items())

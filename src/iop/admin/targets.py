@@ -80,9 +80,7 @@ def select_ids(wanted: Iterable[ParticipantId], participants: Sequence[Participa
     return _whole_groups([p for p in participants if p.participant_id in ids], participants)
 
 
-def public_models(
-    names: Iterable[str], participants: Sequence[ParticipantInfo]
-) -> tuple[str, ...]:
+def public_models(names: Iterable[str], participants: Sequence[ParticipantInfo]) -> tuple[str, ...]:
     """Public ids of models named by id or alias (AD-15).
 
     Raises:

@@ -95,9 +95,7 @@ class Database:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
-            raise Unavailable(
-                "the store's directory cannot be written", reason="STORE_UNAVAILABLE"
-            ) from exc
+            raise Unavailable("the store's directory cannot be written", reason="STORE_UNAVAILABLE") from exc
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

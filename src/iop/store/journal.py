@@ -76,6 +76,7 @@ class _Cached:
     running: Mapping[OperationId, OperationRecord]
 
     def snapshot(self) -> Snapshot:
+        """What decisions see: operations without statuses."""
         bare = {op: dataclasses.replace(r, statuses={}) for op, r in self.running.items()}
         return Snapshot(desired=self.desired, running=bare)
 
@@ -108,8 +109,9 @@ class SqlJournal:
                 await connection.execute(
                     sa.update(t.meta).values(token=token, owner=owner, version=t.meta.c.version + 1)
                 )
+                row = (await connection.execute(sa.select(t.meta))).one()
+                self._cached = await self._read_state(connection, row)
         self._token = token
-        self._cached = None
         logger.info("store.acquired token=%d", token)
         return token
 
@@ -139,14 +141,13 @@ class SqlJournal:
             cached = self._cached
             if cached is None or cached.version != row.version:
                 cached = await self._read_state(connection, row)
-            # Forgotten until the commit is known: a cancelled commit leaves us unsure.
-            self._cached = None
+            result, after = await body(connection, cached) or (None, cached)
             try:
-                result, after = await body(connection, cached) or (None, cached)
+                await connection.commit()
             except BaseException:
-                self._cached = cached
+                # Committed or not, who knows: read it again.
+                self._cached = None
                 raise
-            await connection.commit()
             self._cached = after
             return result
 
@@ -158,9 +159,7 @@ class SqlJournal:
             **await _read_items(connection),
         )
         found = await connection.execute(
-            sa.select(t.operations.c.spec, t.operations.c.moves).where(
-                t.operations.c.state.not_in(_FINISHED)
-            )
+            sa.select(t.operations.c.spec, t.operations.c.moves).where(t.operations.c.state.not_in(_FINISHED))
         )
         running: dict[OperationId, OperationRecord] = {}
         for spec_text, moves_text in found:
@@ -196,13 +195,13 @@ class SqlJournal:
     # --- operations ---------------------------------------------------------------------------------------------------
 
     async def snapshot(self) -> Snapshot:
-        """The state now."""
+        """The state now; from memory when nobody can have changed it: we hold the lease, and no write is under way."""
+        cached = self._cached
+        if cached is not None and self._token:
+            return cached.snapshot()
         async with _translated(), self._database.reader.begin() as connection:
             row = (await connection.execute(sa.select(t.meta))).one()
-            cached = self._cached
-            if cached is None or cached.version != row.version:
-                cached = await self._read_state(connection, row)
-            return cached.snapshot()
+            return (await self._read_state(connection, row)).snapshot()
 
     async def find_key(self, claim: KeyClaim) -> Replay | None:
         """The operation of a key (AD-12)."""
@@ -249,9 +248,7 @@ class SqlJournal:
     async def advance(self, operation_id: OperationId, move: Move) -> OperationRecord:
         """Move one operation on in one transaction."""
 
-        async def body(
-            connection: AsyncConnection, cached: _Cached
-        ) -> tuple[OperationRecord, _Cached]:
+        async def body(connection: AsyncConnection, cached: _Cached) -> tuple[OperationRecord, _Cached]:
             record = cached.running.get(operation_id)
             if record is None:
                 record = await _read_record(connection, operation_id)
@@ -401,9 +398,7 @@ class SqlJournal:
         states: frozenset[AdminOperationState],
     ) -> Sequence[OperationRecord]:
         """Operations, newest first."""
-        query = sa.select(t.operations.c.spec, t.operations.c.moves).order_by(
-            t.operations.c.ordinal.desc()
-        )
+        query = sa.select(t.operations.c.spec, t.operations.c.moves).order_by(t.operations.c.ordinal.desc())
         if before_ordinal is not None:
             query = query.where(t.operations.c.ordinal < before_ordinal)
         if kinds:
@@ -417,9 +412,7 @@ class SqlJournal:
                 spec = loads(spec_text, OperationSpec)
                 statuses = await _read_statuses(connection, spec.operation_id)
                 records.append(
-                    OperationRecord(
-                        spec=spec, moves=loads(moves_text, OperationMoves), statuses=statuses
-                    )
+                    OperationRecord(spec=spec, moves=loads(moves_text, OperationMoves), statuses=statuses)
                 )
             return tuple(records)
 
@@ -450,9 +443,7 @@ class SqlJournal:
             for table in (t.events, t.statuses, t.steps):
                 await connection.execute(sa.delete(table).where(table.c.operation_id.in_(old)))
             deleted = await connection.execute(
-                sa.delete(t.operations).where(
-                    t.operations.c.ended_at_unix_nanos < ended_before_unix_nanos
-                )
+                sa.delete(t.operations).where(t.operations.c.ended_at_unix_nanos < ended_before_unix_nanos)
             )
             await connection.execute(sa.delete(t.blobs).where(t.blobs.c.digest.not_in(keep_blobs)))
             return deleted.rowcount, cached
@@ -482,12 +473,7 @@ class SqlJournal:
 
     async def audit_rows(self, *, after_index: int, limit: int) -> Sequence[AuditRow]:
         """Audit rows in order."""
-        query = (
-            sa.select(t.audit)
-            .where(t.audit.c.index > after_index)
-            .order_by(t.audit.c.index)
-            .limit(limit)
-        )
+        query = sa.select(t.audit).where(t.audit.c.index > after_index).order_by(t.audit.c.index).limit(limit)
         async with _translated(), self._database.reader.begin() as connection:
             return tuple(_audit_row(row) for row in await connection.execute(query))
 
@@ -576,9 +562,7 @@ async def _write_items(connection: AsyncConnection, before: Desired, after: Desi
         )
 
 
-async def _upsert(
-    connection: AsyncConnection, table: sa.Table, rows: Sequence[Mapping[str, Any]]
-) -> None:
+async def _upsert(connection: AsyncConnection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert, or replace what has the same primary key."""
     if not rows:
         return
@@ -586,9 +570,7 @@ async def _upsert(
     statement: Any = sqlite.insert(table) if is_sqlite else postgresql.insert(table)
     keys = [c.name for c in table.primary_key]
     values = {c.name: statement.excluded[c.name] for c in table.columns if c.name not in keys}
-    await connection.execute(
-        statement.on_conflict_do_update(index_elements=keys, set_=values), list(rows)
-    )
+    await connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=values), list(rows))
 
 
 def _audit_row(row: Any) -> AuditRow:

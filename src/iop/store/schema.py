@@ -43,7 +43,7 @@ meta = sa.Table(
     sa.Column("last_ordinal", sa.BigInteger, nullable=False),
     sa.CheckConstraint("id = 1", name="one_row"),
 )
-"""One row: the counters, and who may write. `version` rises with every write; a cached snapshot is good while it stands."""
+"""One row: the counters, and who may write. `version` rises with every write: a snapshot is good while it stands."""
 
 desired_items = sa.Table(
     "desired_items",

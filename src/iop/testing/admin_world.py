@@ -105,9 +105,7 @@ class AdminWorld:
         A crash cancels whatever the block waits for and ends the block silently; `crashed` tells.
         """
         self.crashed.clear()
-        self.journal = MemoryJournal(
-            self.store, unix_nanos=self.clock.unix_nanos, on_write=self._on_write
-        )
+        self.journal = MemoryJournal(self.store, unix_nanos=self.clock.unix_nanos, on_write=self._on_write)
         self.core = AdminCore(
             journal=self.journal,
             driver=self.fleet,
@@ -150,9 +148,7 @@ class AdminWorld:
         call = MutationCall(principal=principal, request=request, request_sha256=digest_of(request))
         return [event async for event in self.core.submit(call)]
 
-    async def submit(
-        self, request: MutationRequest, principal: Principal = ADMIN
-    ) -> OperationId:
+    async def submit(self, request: MutationRequest, principal: Principal = ADMIN) -> OperationId:
         """Submit, wait for acceptance and detach."""
         call = MutationCall(principal=principal, request=request, request_sha256=digest_of(request))
         events = self.core.submit(call)

@@ -277,9 +277,7 @@ class FakeFleet:
         await asyncio.sleep(0)
         self.gates.update(gates)
 
-    async def read_back(
-        self, participant_ids: Sequence[ParticipantId]
-    ) -> Sequence[ParticipantReadBack]:
+    async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
         """As the driver port says."""
         await asyncio.sleep(0)
         return [self._read_back(p) for p in participant_ids if p in self.ranks]
@@ -370,9 +368,7 @@ class FakeFleet:
         code: AdminErrorCode = AdminErrorCode.PARTICIPANT_FAILED,
         changed: bool = True,
     ) -> ParticipantOutcome:
-        error = ParticipantError(
-            code=code, message=message, step=ParticipantPhase.APPLYING, retryable=True
-        )
+        error = ParticipantError(code=code, message=message, step=ParticipantPhase.APPLYING, retryable=True)
         return ParticipantOutcome(participant_id=rank.participant_id, error=error, changed=changed)
 
     def _obey(

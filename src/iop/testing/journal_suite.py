@@ -62,7 +62,14 @@ from iop.admin.results import (
     PauseResult,
 )
 from iop.admin.steps import ParticipantOutcome, ParticipantReadBack, StepResult, WorkCounts
-from iop.core.errors import AlreadyExists, IopError, LocalProtocolError, NotFound, PreconditionFailed, Unavailable
+from iop.core.errors import (
+    AlreadyExists,
+    IopError,
+    LocalProtocolError,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+)
 from iop.core.ids import GroupId, OperationId, ParticipantId
 from iop.testing.fake_participants import FakeFleet
 
@@ -128,9 +135,7 @@ def every_request() -> tuple[MutationRequest, ...]:
 
 def claim_of(request: MutationRequest, *, digest: bytes = bytes(32), principal: str = "root") -> KeyClaim:
     """The key claim of a request."""
-    return KeyClaim(
-        principal=principal, key=request.options.idempotency_key, request_sha256=digest
-    )
+    return KeyClaim(principal=principal, key=request.options.idempotency_key, request_sha256=digest)
 
 
 def accepting(request: MutationRequest, operation_id: str) -> Callable[[Snapshot], Acceptance]:
@@ -218,9 +223,7 @@ class JournalSuite:
         outcomes: list[OperationRecord | Replay] = []
 
         async def race(number: int) -> None:
-            outcomes.append(
-                await journal.accept(claim_of(request), accepting(request, f"op-{number}"))
-            )
+            outcomes.append(await journal.accept(claim_of(request), accepting(request, f"op-{number}")))
 
         async with asyncio.TaskGroup() as tasks:
             for number in range(64):
@@ -264,9 +267,7 @@ class JournalSuite:
                 work=WorkCounts(kept=2),
             ),
         )
-        progress = OperationProgress(
-            phase=ParticipantPhase.QUIESCING, done=0, total=2, unit="participants"
-        )
+        progress = OperationProgress(phase=ParticipantPhase.QUIESCING, done=0, total=2, unit="participants")
         moved = await journal.advance(
             OperationId("op-1"),
             lambda _s, _r: Advance(
@@ -310,9 +311,7 @@ class JournalSuite:
         for number, request in enumerate(every_request()):
             await accepted(journal, request, f"op-{number}")
             await journal.advance(OperationId(f"op-{number}"), lambda _s, r: completing(r))
-            await journal.amend(
-                lambda s: dataclasses.replace(s.desired, pauses={}, releases={})
-            )
+            await journal.amend(lambda s: dataclasses.replace(s.desired, pauses={}, releases={}))
         await accepted(journal, pause_request("last"), "op-last")
 
         def change(snapshot: Snapshot) -> Desired:
@@ -325,9 +324,7 @@ class JournalSuite:
                 since_unix_nanos=NOW,
                 instances={ParticipantId("b/0"): "7"},
             )
-            weights = WeightRecord(
-                model="m", version="v1", operation_id="op-3", digests={A0: b"\x01"}
-            )
+            weights = WeightRecord(model="m", version="v1", operation_id="op-3", digests={A0: b"\x01"})
             return dataclasses.replace(
                 desired,
                 revision=7,
@@ -381,9 +378,7 @@ class JournalSuite:
         for number, request in enumerate(every_request()):
             await accepted(journal, request, f"op-{number}")
             await journal.advance(OperationId(f"op-{number}"), lambda _s, r: completing(r))
-            await journal.amend(
-                lambda s: dataclasses.replace(s.desired, pauses={}, releases={})
-            )
+            await journal.amend(lambda s: dataclasses.replace(s.desired, pauses={}, releases={}))
         everything = await journal.list_operations(
             before_ordinal=None, limit=50, kinds=frozenset(), states=frozenset()
         )
@@ -437,9 +432,7 @@ class JournalSuite:
         assert [r.index for r in rows] == [1, 2, 3]
         assert find_break(rows, head=rows[-1].digest) == ""
         assert "missing" in find_break([rows[0], rows[2]])
-        altered = dataclasses.replace(
-            rows[1], entry=dataclasses.replace(rows[1].entry, principal="nobody")
-        )
+        altered = dataclasses.replace(rows[1], entry=dataclasses.replace(rows[1].entry, principal="nobody"))
         assert "altered" in find_break([rows[0], altered, rows[2]])
         assert "not the given head" in find_break(rows[:2], head=rows[-1].digest)
 

@@ -63,9 +63,7 @@ class TestSqliteJournal(JournalSuite):
         assert lost.value.reason == "LEASE_LOST"
 
     @pytest.mark.clause("AD-100")
-    async def test_a_store_that_breaks_refuses_and_recovers(
-        self, journal: Journal, tmp_path: Path
-    ) -> None:
+    async def test_a_store_that_breaks_refuses_and_recovers(self, journal: Journal, tmp_path: Path) -> None:
         with sqlite3.connect(tmp_path / "edge.db") as connection:
             connection.execute("ALTER TABLE operations RENAME TO operations_gone")
         with pytest.raises(Unavailable) as refusal:

@@ -10,12 +10,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from admin_requests import (  # noqa: E402
-    A,
+from admin_requests import (
     ABORT,
-    B,
     DRAIN,
     KEEP,
+    A,
+    B,
     flush,
     pause,
     reconfigure,
@@ -26,17 +26,17 @@ from admin_requests import (  # noqa: E402
     update,
 )
 
-from iop.admin.enums import (  # noqa: E402
+from iop.admin.enums import (
     AdminOperationKind,
     CacheKind,
     ParticipantPhase,
     PauseMode,
 )
-from iop.admin.permissions import PRESETS, Principal  # noqa: E402
-from iop.admin.profile import AdminLimits  # noqa: E402
-from iop.admin.requests import ModelTargets, MutationRequest, ParticipantTargets  # noqa: E402
-from iop.admin.results import OperationCompleted, OperationPlan, PauseResult  # noqa: E402
-from iop.core.errors import (  # noqa: E402
+from iop.admin.permissions import PRESETS, Principal
+from iop.admin.profile import AdminLimits
+from iop.admin.requests import ModelTargets, MutationRequest, ParticipantTargets
+from iop.admin.results import OperationCompleted, OperationPlan, PauseResult
+from iop.core.errors import (
     AlreadyExists,
     Conflict,
     InvalidRequest,
@@ -44,17 +44,14 @@ from iop.core.errors import (  # noqa: E402
     NotFound,
     Overloaded,
     PermissionDenied,
-    PreconditionFailed,
     Unavailable,
     Unsupported,
 )
-from iop.testing.admin_world import ADMIN, OPERATOR, VIEWER, AdminWorld, run_world  # noqa: E402
-from iop.testing.fake_participants import FaultKind  # noqa: E402
+from iop.testing.admin_world import ADMIN, OPERATOR, VIEWER, AdminWorld, run_world
+from iop.testing.fake_participants import FaultKind
 
 
-async def refused(
-    world: AdminWorld, request: MutationRequest, principal: Principal = ADMIN
-) -> IopError:
+async def refused(world: AdminWorld, request: MutationRequest, principal: Principal = ADMIN) -> IopError:
     with pytest.raises(IopError) as refusal:
         await world.run(request, principal)
     return refusal.value
@@ -364,7 +361,7 @@ def test_a_dry_run_lists_steps_and_blockers_and_changes_nothing() -> None:
             (event,) = await world.run(pause("dry", validate_only=True, expected_revision=5))
             plan = event.event
             assert isinstance(plan, OperationPlan)
-            assert event.operation_id == "" and event.sequence == 0  # noqa: PT018
+            assert event.operation_id == "" and event.sequence == 0
             assert [s.phase for s in plan.steps] == [ParticipantPhase.QUIESCING]
             assert [b.split(":")[0] for b in plan.blockers] == ["REVISION_MISMATCH", "PAUSE_MODE"]
             assert plan.pauses_inference

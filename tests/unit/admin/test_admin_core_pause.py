@@ -42,7 +42,7 @@ def pause(
     key: str = "p",
     mode: PauseMode = PauseMode.DRAIN,
     admission: AdmissionPolicy = AdmissionPolicy.QUEUE,
-    target: object = AllTargets(),  # noqa: B008
+    target: object = AllTargets(),
     **more: object,
 ) -> PauseRequest:
     return PauseRequest(

@@ -10,12 +10,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from admin_requests import (  # noqa: E402
-    A,
+from admin_requests import (
     ABORT,
-    B,
     DRAIN,
     KEEP,
+    A,
+    B,
     flush,
     pause,
     reconfigure,
@@ -27,7 +27,7 @@ from admin_requests import (  # noqa: E402
     update,
 )
 
-from iop.admin.enums import (  # noqa: E402
+from iop.admin.enums import (
     AdminErrorCode,
     AdminOperationKind,
     AdminOperationState,
@@ -44,15 +44,15 @@ from iop.admin.enums import (  # noqa: E402
     VerificationMethod,
     WeightRetention,
 )
-from iop.admin.permissions import PRESETS, Principal  # noqa: E402
-from iop.admin.requests import (  # noqa: E402
+from iop.admin.permissions import PRESETS, Principal
+from iop.admin.requests import (
     InlineTensor,
     InlineTensorSource,
     MutationRequest,
     PauseSpec,
     TensorSpec,
 )
-from iop.admin.results import (  # noqa: E402
+from iop.admin.results import (
     FlushCachesResult,
     OperationCancelled,
     OperationCompleted,
@@ -67,7 +67,7 @@ from iop.admin.results import (  # noqa: E402
     StopProfileResult,
     UpdateWeightsResult,
 )
-from iop.core.errors import (  # noqa: E402
+from iop.core.errors import (
     Conflict,
     InvalidRequest,
     IopError,
@@ -76,7 +76,7 @@ from iop.core.errors import (  # noqa: E402
     PreconditionFailed,
     Unsupported,
 )
-from iop.testing.admin_world import (  # noqa: E402
+from iop.testing.admin_world import (
     ADMIN,
     OPERATOR,
     VIEWER,
@@ -85,14 +85,12 @@ from iop.testing.admin_world import (  # noqa: E402
     digest_of,
     run_world,
 )
-from iop.testing.fake_participants import FaultKind  # noqa: E402
+from iop.testing.fake_participants import FaultKind
 
 OTHER = Principal(name="other", permissions=PRESETS["operator"])
 
 
-async def done(
-    world: AdminWorld, request: MutationRequest, principal: Principal = ADMIN
-) -> OperationResult:
+async def done(world: AdminWorld, request: MutationRequest, principal: Principal = ADMIN) -> OperationResult:
     event = (await world.run(request, principal))[-1].event
     assert isinstance(event, OperationCompleted), event
     return event.result
@@ -104,9 +102,7 @@ async def failed(world: AdminWorld, request: MutationRequest) -> OperationFailed
     return event
 
 
-async def reason(
-    world: AdminWorld, request: MutationRequest, principal: Principal = ADMIN
-) -> str:
+async def reason(world: AdminWorld, request: MutationRequest, principal: Principal = ADMIN) -> str:
     with pytest.raises(IopError) as refusal:
         await world.run(request, principal)
     return refusal.value.reason
@@ -160,11 +156,11 @@ def test_keep_freezes_work_that_goes_on_at_resume() -> None:
         async with world.server():
             world.fleet.work["a"] = 2  # type: ignore[index]
             kept = await done(world, pause(spec=KEEP))
-            assert isinstance(kept, PauseResult) and kept.kept == 2  # noqa: PT018
+            assert isinstance(kept, PauseResult) and kept.kept == 2
             assert await reason(world, pause("d", DRAIN), OTHER) == "PAUSE_MODE"
             assert await reason(world, update("v1", quiesce=None)) == "KEPT_WORK"
             resumed = await done(world, resume(1))
-            assert isinstance(resumed, ResumeResult) and resumed.resumed == 2  # noqa: PT018
+            assert isinstance(resumed, ResumeResult) and resumed.resumed == 2
             assert world.fleet.work["a"] == 2  # type: ignore[index]
 
     run_world(scenario)
@@ -282,9 +278,7 @@ def test_release_and_restore_by_epoch_in_parts() -> None:
             assert len(released.released) == 8
             assert await reason(world, resume(1)) == "RESOURCES_RELEASED"
             assert await reason(world, release("r2", ResourceKind.KV_CACHE)) == "ALREADY_RELEASED"
-            assert (
-                await reason(world, restore(2, "x", ResourceKind.GRAPHS)) == "RESOURCE_NOT_RELEASED"
-            )
+            assert await reason(world, restore(2, "x", ResourceKind.GRAPHS)) == "RESOURCE_NOT_RELEASED"
             assert await reason(world, restore(9, "y")) == "STALE_EPOCH"
             part = await done(world, restore(2, "s1", ResourceKind.KV_CACHE))
             assert isinstance(part, RestoreResourcesResult)
@@ -293,7 +287,7 @@ def test_release_and_restore_by_epoch_in_parts() -> None:
             assert profile.releases[0].kinds == (ResourceKind.WEIGHTS,)
             assert profile.participants[0].state is ParticipantState.RELEASED
             rest = await done(world, restore(2, "s2", ResourceKind.WEIGHTS))
-            assert isinstance(rest, RestoreResourcesResult) and rest.remaining == ()  # noqa: PT018
+            assert isinstance(rest, RestoreResourcesResult) and rest.remaining == ()
             await done(world, resume(1))
 
     run_world(scenario)
@@ -530,9 +524,7 @@ def test_a_failed_profile_start_is_aborted_with_its_operation() -> None:
         async with world.server():
             world.fleet.arm(FaultKind.ERROR, "b/0", "StartProfileStep")
             request = start_profile()
-            call = MutationCall(
-                principal=ADMIN, request=request, request_sha256=digest_of(request)
-            )
+            call = MutationCall(principal=ADMIN, request=request, request_sha256=digest_of(request))
             with pytest.raises(Conflict) as aborted:
                 await world.core.run_to_end(call)
             assert aborted.value.reason == "OPERATION_FAILED"
@@ -663,7 +655,7 @@ def test_a_newcomer_takes_no_inference_before_it_was_read_back() -> None:
             world.fleet.on_call = lambda call: opened.append(world.fleet.is_open("b/0"))
             world.core.participants_changed()
             await world.settle(3.0)
-            assert opened and not any(opened)  # noqa: PT018
+            assert opened and not any(opened)
             assert {r.label for r in world.fleet.members("b")} == {"v1"}
             assert world.fleet.is_open("b/0")
 

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from admin_requests import (  # noqa: E402
+from admin_requests import (
     DRAIN,
     flush,
     pause,
@@ -24,7 +24,7 @@ from admin_requests import (  # noqa: E402
     update,
 )
 
-from iop.admin.enums import (  # noqa: E402
+from iop.admin.enums import (
     CacheKind,
     DrainTimeoutAction,
     PauseMode,
@@ -34,8 +34,8 @@ from iop.admin.enums import (  # noqa: E402
     WeightFormat,
     WeightRetention,
 )
-from iop.admin.profile import AdminLimits  # noqa: E402
-from iop.admin.requests import (  # noqa: E402
+from iop.admin.profile import AdminLimits
+from iop.admin.requests import (
     DiskSource,
     FileDigest,
     InlineTensor,
@@ -45,8 +45,8 @@ from iop.admin.requests import (  # noqa: E402
     ParticipantTargets,
     TensorSpec,
 )
-from iop.admin.shape import check_shape  # noqa: E402
-from iop.core.errors import InvalidRequest  # noqa: E402
+from iop.admin.shape import check_shape
+from iop.core.errors import InvalidRequest
 
 LIMITS = AdminLimits(max_inline_tensor_bytes=64)
 replace = dataclasses.replace
@@ -62,9 +62,7 @@ def inline(*tensors: InlineTensor) -> MutationRequest:
 
 
 def disk(path: str, *digests: FileDigest) -> MutationRequest:
-    return update(
-        "v1", source=DiskSource(path=path, format=WeightFormat.SAFETENSORS, digests=digests)
-    )
+    return update("v1", source=DiskSource(path=path, format=WeightFormat.SAFETENSORS, digests=digests))
 
 
 GOOD: dict[str, Callable[[], MutationRequest]] = {

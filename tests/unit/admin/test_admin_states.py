@@ -10,9 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from admin_requests import (  # noqa: E402
-    B,
+from admin_requests import (
     DRAIN,
+    B,
     flush,
     pause,
     reconfigure,
@@ -24,14 +24,14 @@ from admin_requests import (  # noqa: E402
     update,
 )
 
-from iop.admin.enums import (  # noqa: E402
+from iop.admin.enums import (
     AdminOperationKind,
     AdminOperationState,
     ParticipantState,
     ResourceKind,
 )
-from iop.admin.requests import MutationRequest  # noqa: E402
-from iop.admin.states import (  # noqa: E402
+from iop.admin.requests import MutationRequest
+from iop.admin.states import (
     LEGALITY,
     NEXT,
     Input,
@@ -40,9 +40,9 @@ from iop.admin.states import (  # noqa: E402
     participant_state,
     step,
 )
-from iop.core.errors import IopError, LocalProtocolError  # noqa: E402
-from iop.testing.admin_world import AdminWorld, run_world  # noqa: E402
-from iop.testing.fake_participants import FaultKind  # noqa: E402
+from iop.core.errors import IopError, LocalProtocolError
+from iop.testing.admin_world import AdminWorld, run_world
+from iop.testing.fake_participants import FaultKind
 
 
 @pytest.mark.clause("AD-21")
@@ -130,9 +130,7 @@ async def _bring(world: AdminWorld, state: ParticipantState) -> None:
 @pytest.mark.parametrize(
     ("state", "kind"), list(itertools.product(ParticipantState, AdminOperationKind)), ids=lambda v: v.name
 )
-def test_the_core_answers_as_the_table_says(
-    state: ParticipantState, kind: AdminOperationKind
-) -> None:
+def test_the_core_answers_as_the_table_says(state: ParticipantState, kind: AdminOperationKind) -> None:
     async def scenario(world: AdminWorld) -> None:
         async with world.server():
             if kind is AdminOperationKind.STOP_PROFILE:
