@@ -90,7 +90,10 @@ class Model(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH, eps=EPSILON)
-        nn.init.normal_(self.embed.weight, std=0.05)
+        # Wide apart from the start: words of one kind (all the animals) would else fall together before the model has
+        # learned to copy, and then it could never tell which of them to copy.
+        nn.init.normal_(self.embed.weight, std=0.3)
+        nn.init.constant_(self.norm.weight, 0.2)
         for name, weight in self.named_parameters():
             if weight.ndim == 2 and "embed" not in name:
                 nn.init.normal_(
@@ -224,7 +227,7 @@ def main() -> None:
     model = Model()
     matrices = [w for n, w in model.named_parameters() if w.ndim == 2 and "embed" not in n]
     others = [w for n, w in model.named_parameters() if not (w.ndim == 2 and "embed" not in n)]
-    adam = torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    adam = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     muon = Muon(matrices, lr=0.02)
     print(
         f"{sum(w.numel() for w in model.parameters())} parameters, {len(train)} tokens, {len(merges)} merges",
@@ -233,7 +236,7 @@ def main() -> None:
     start, step, taken = time.process_time(), 0, False
     while (done := (time.process_time() - start) / (60 * options.minutes)) < 1:
         factor = min(1.0, (step + 1) / 20) * min(1.0, (1 - done) / 0.6)
-        adam.param_groups[0]["lr"], muon.param_groups[0]["lr"] = 4e-3 * factor, 0.02 * factor
+        adam.param_groups[0]["lr"], muon.param_groups[0]["lr"] = 1e-3 * factor, 0.02 * factor
         loss = loss_of(model, *train.draw(options.rows))
         adam.zero_grad()
         muon.zero_grad()

@@ -252,13 +252,9 @@ def _what_to_try(started: Any) -> list[str]:
 
 
 def _command() -> str:
-    """How to call this command from the same place."""
+    """How to call this command from anywhere, say another terminal."""
     script = Path(sys.argv[0])
-    if shutil.which("iop") == str(script.absolute()):
-        return "iop"
-    try:
-        shown = script.absolute().relative_to(Path.cwd())
-    except ValueError:
-        shown = script.absolute()
-    prefix = f"IOP_HOME={shlex.quote(os.environ['IOP_HOME'])} " if os.environ.get("IOP_HOME") else ""
-    return f"{prefix}{shown if shown.name == 'iop' else 'iop'}"
+    is_found = script.name != "iop" or shutil.which("iop") == str(script.absolute())
+    shown = "iop" if is_found else shlex.quote(str(script.absolute()))
+    home = os.environ.get("IOP_HOME")
+    return f"IOP_HOME={shlex.quote(home)} {shown}" if home else shown

@@ -6,12 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_settings_page_equals_the_settings_trees() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["gen_settings.py", "gen_cli.py"])
+def test_generated_pages_equal_their_sources(tool: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "gen_settings.py"), "--check"],
+        [sys.executable, str(ROOT / "tools" / tool), "--check"],
         capture_output=True,
         text=True,
         timeout=60,
