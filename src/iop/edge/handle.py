@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from enum import Enum, unique
 from typing import Final, Protocol
@@ -35,6 +36,10 @@ class Phase(Enum):
     RUNNING = "running"
     SETTLED = "settled"
 
+
+log = logging.getLogger(__name__)
+
+_ORDINARY: Final = frozenset({Outcome.COMPLETE, Outcome.CLIENT_CANCELLED, Outcome.REJECTED})
 
 _WORDS: Final = {
     CancelReason.TIMEOUT: "the provider did not answer within the time limit",
@@ -411,7 +416,29 @@ class DispatchHandle:
         self._frozen_at = None
         if self.attempt is not None:
             self.record.version_last = self._shell.weight_version(self.attempt.lease.key)
-        self._shell.outcomes.settle(self.record, outcome, reason=reason, now=self._shell.now())
+        if self._shell.outcomes.settle(self.record, outcome, reason=reason, now=self._shell.now()):
+            self._log(outcome, reason)
+
+    def _log(self, outcome: Outcome, reason: str) -> None:
+        """Tell of the end: of an ordinary one only to who asks for details."""
+        level = logging.DEBUG if outcome in _ORDINARY else logging.INFO
+        if not log.isEnabledFor(level):
+            return
+        lease = None if self.attempt is None else self.attempt.lease
+        log.log(
+            level,
+            "request.ended",
+            extra={
+                "request_id": self.request.request_id,
+                "run_id": None if lease is None else lease.run_id,
+                "model": self.demand.model,
+                "provider": None if lease is None else str(lease.key),
+                "outcome": outcome.value,
+                "reason": reason,
+                "attempts": self.attempts,
+                "queue_ms": self.queue_ms,
+            },
+        )
 
     def _limit_at(self, attempt: Attempt) -> float:
         """When the limit that comes next is reached: counted from the lease, frozen time aside."""

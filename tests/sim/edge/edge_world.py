@@ -595,7 +595,7 @@ class World:
         await self.settle()
         slots = sum(capacity for capacity, _ in self.shape.values())
         for _ in range(4):  # enough at once that whose breaker is half open gets its trial
-            for _ in range(min(slots, QUEUE.max_waiters)):
+            for _ in range(slots):
                 await self.ask()
             while any(connection.open_streams for connection in self.connections):
                 self.answer_all()
