@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -46,7 +47,9 @@ class ListenerCounters:
 
 
 class Listener:
-    """Accepts Nodes and hands their connections to the handler. ``async with``, or ``start`` and ``aclose``.
+    """Accepts Nodes and hands their connections to the handler.
+
+    ``async with`` does everything; ``start``, ``run`` and ``aclose`` are its parts.
 
     Args:
         handler: hears of every connection.
@@ -89,16 +92,25 @@ class Listener:
         self._shaking_hands = 0
         self._empty = asyncio.Event()
         self._empty.set()
+        self._stack = AsyncExitStack()
         self.counters = ListenerCounters()
 
     async def __aenter__(self) -> Listener:
-        await self.start()
+        """Start, and watch the certificate files until the block ends."""
+        async with AsyncExitStack() as stack:
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            await self.start()
+            if self._tls is not None:
+                watcher = tasks.create_task(self.run(), name="tls files")
+                stack.callback(watcher.cancel)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool | None:
         await self.aclose()
+        return await self._stack.__aexit__(kind, error, trace)
 
     @property
     def port(self) -> int:

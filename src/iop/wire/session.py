@@ -292,11 +292,21 @@ class Session(Generic[StreamT]):
         legal.handler(request_id, message)
 
     def _send(self, message: Message, request_id: int = 0) -> None:
-        """Queue a control packet; a peer that has stopped reading is broken off instead."""
+        """Queue a control packet; a peer that has stopped reading is broken off instead.
+
+        Raises:
+            LocalProtocolError: larger than the peer takes; nothing was queued.
+        """
         if self._readiness is Readiness.CLOSED:
             return
+        payload = codec.encode(message, request_id)
+        if len(payload) > self.settings.frame_bytes_max:
+            raise LocalProtocolError(
+                f"A {type(message).__name__} of {len(payload)} bytes is larger than a frame.",
+                reason="FRAME_TOO_LARGE",
+            )
         try:
-            self._scheduler.push_control(frame(codec.encode(message, request_id)))
+            self._scheduler.push_control(frame(payload))
         except RemoteProtocolError as exc:
             self._break_off(exc)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from iop.core.errors import LocalProtocolError, Overloaded, RemoteProtocolError
+from iop.core.errors import InvalidRequest, LocalProtocolError, Overloaded, RemoteProtocolError
 from iop.core.limits import INLINE_BODY_BYTES_MAX, KIB
 from iop.wire import codec, events
 from iop.wire.frames import frame
@@ -145,6 +145,7 @@ class EdgeSession(Session[EdgeStream]):
         Raises:
             LocalProtocolError: not ready, or the run id is in use. Nothing was queued.
             Overloaded: too many streams.
+            InvalidRequest: what does not travel in continuation frames is larger than a frame.
         """
         parts = [bytes(part) for part in body]
         total = sum(map(len, parts))
@@ -288,15 +289,21 @@ class EdgeSession(Session[EdgeStream]):
             raise LocalProtocolError("This run id is in use.", reason="RUN_ID_IN_USE")
         if len(self._streams) >= self.settings.streams_max:
             raise Overloaded("Too many streams on one Node.", reason="STREAMS_MAX")
-        stream = self._stream(kind, run_id, frame(codec.encode(message)), upload)
+        payload = codec.encode(message)
+        if len(payload) > self.settings.frame_bytes_max:
+            raise InvalidRequest(
+                "The request's headers and metadata are larger than a frame to the Node.",
+                reason="FRAME_TOO_LARGE",
+            )
+        stream = self._stream(kind, run_id, frame(payload), upload)
         self._streams[stream.key] = stream
         self._scheduler.wake(stream)
         return stream
 
     def _call(self, message: Message, answer: type) -> int:
         self._require_ready()
+        self._send(message, self._last_call + 1)
         self._last_call += 1
-        self._send(message, self._last_call)
         self._calls[self._last_call] = answer
         return self._last_call
 

@@ -232,6 +232,7 @@ class NodeSession(Session[NodeStream]):
             request=request,
             body_bytes_total=total if continues else len(inline),
             window_bytes=self.settings.stream_window_bytes,
+            frame_bytes_max=self.settings.frame_bytes_max,
             finished=self._finished,
         )
         known[key] = stream

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum, unique
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from iop.core.errors import LocalProtocolError, RemoteProtocolError
 from iop.core.limits import KIB
@@ -233,6 +233,7 @@ class NodeStream:
         "_credit",
         "_dropped",
         "_finished",
+        "_frame_bytes_max",
         "_prefix",
         "_queue",
         "_sequence",
@@ -262,6 +263,7 @@ class NodeStream:
         request: TunnelRequest | RunRequest | ArtifactRequest | AdminStep,
         body_bytes_total: int,
         window_bytes: int,
+        frame_bytes_max: int,
         finished: list[NodeStream],
     ) -> None:
         self.kind = kind
@@ -288,6 +290,7 @@ class NodeStream:
         self._started = False
         self._dropped = False
         self._finished = finished
+        self._frame_bytes_max = frame_bytes_max
 
     # -- the request's body --
 
@@ -431,6 +434,15 @@ class NodeStream:
 
     def _pull_message(self, entry: TunnelFrame | RunEvent, out: list[Any], budget: int) -> int:
         encoded = self._encode(entry, self._sequence + 1)
+        if len(encoded) > self._frame_bytes_max:
+            # The peer would end the connection over it; this ends the stream alone.
+            self._queue.clear()
+            self._bytes_queued = 0
+            self.fail(
+                StreamError(code=StreamErrorCode.INTERNAL, message="An answer's head is larger than a frame.")
+            )
+            entry = cast("TunnelFrame | RunEvent", self._queue[0])
+            encoded = self._encode(entry, self._sequence + 1)
         if out and len(encoded) > budget:
             return 0
         self._queue.popleft()

@@ -199,11 +199,7 @@ def test_a_renewed_certificate_is_served_without_a_restart(
 
     async def scenario() -> None:
         edge = PlainEdge()
-        async with (
-            Listener(handler=edge, host="127.0.0.1", port=0, tls=files.server()) as listener,
-            asyncio.TaskGroup() as tasks,
-        ):
-            watcher = tasks.create_task(listener.run(), name="tls-files")
+        async with Listener(handler=edge, host="127.0.0.1", port=0, tls=files.server()) as listener:
             old = await asyncio.to_thread(serial, listener.port, files)
             node = await become_ready(listener.port, files.client())
             (files.root / "edge.pem").write_text("half a certificate")
@@ -218,7 +214,6 @@ def test_a_renewed_certificate_is_served_without_a_restart(
             sink = edge.open_tunnel()
             await sink.wait()
             assert not node.closed, "open connections stay"
-            watcher.cancel()
 
     run(loop_factory, scenario())
 

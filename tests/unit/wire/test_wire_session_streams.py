@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from iop.core.errors import LocalProtocolError, Overloaded
+from iop.core.errors import InvalidRequest, LocalProtocolError, Overloaded
 from iop.core.limits import CONTROL_AHEAD_BYTES_MAX, INLINE_BODY_BYTES_MAX, MIB
 from iop.testing import packets as make
 from iop.testing.packets import SessionPair
@@ -790,3 +790,43 @@ def test_reports_are_dropped_rather_than_queued_for_an_edge_that_does_not_read()
     assert sent < 5
     pair.carry()
     assert len(pair.of(events.ReportReceived, pair.edge_events)) == sent
+
+
+# ---- what is larger than a frame ----
+
+
+@pytest.mark.clause("EN-100", "EN-101")
+def test_what_is_larger_than_a_frame_is_refused_here_rather_than_by_the_peer() -> None:
+    limit = 65_536
+    pair = SessionPair.ready(SessionSettings(frame_bytes_max=limit))
+    with pytest.raises(InvalidRequest):
+        pair.edge.open_tunnel(make.tunnel_request(metadata={"a": "x" * limit}))
+    with pytest.raises(LocalProtocolError):
+        pair.edge.send_command(m.CommandRequest(type=m.CommandType.USAGE, adapter="x" * limit))
+    assert pair.edge.streams_open == 0
+    assert not pair.edge.has_output
+    _, theirs = tunnel(pair)
+    pair.node.start(theirs, status=200, headers=((b"a", bytes(limit)),), framing=m.BodyFraming.LENGTH)
+    pair.node.send_body(theirs, b"x")
+    pair.node.end(theirs)
+    pair.carry()
+    (ended,) = pair.of(events.TunnelEnded, pair.edge_events)
+    assert ended.error.code == "internal"
+    assert pair.node.streams_open == 0
+    assert not pair.edge.is_closed
+
+
+@pytest.mark.clause("EN-100")
+def test_a_run_event_larger_than_a_frame_ends_its_run_alone() -> None:
+    pair = SessionPair.ready(SessionSettings(frame_bytes_max=65_536))
+    ours, theirs = run(pair)
+    pair.node.emit(theirs, m.RunEvent(type=m.RunEventType.START))
+    pair.node.emit(
+        theirs, m.RunEvent(type=m.RunEventType.COMPLETE, metadata={"openai_tool_calls": "x" * 70_000})
+    )
+    pair.carry()
+    last = pair.edge_events[-1]
+    assert isinstance(last, events.RunEventReceived)
+    assert last.event.type is m.RunEventType.ERROR
+    assert ours.is_ended
+    assert not pair.edge.is_closed
