@@ -74,6 +74,7 @@ class CoreTiming:
 
     Attributes:
         first_look_timeout_s: how long readiness waits for the first reconciliation of connected participants.
+        gate_timeout_s: how long outer admission may take to follow; it only flips flags.
         reconcile_wait_s: how long an acceptance waits for participants that just came back.
         store_probe_s: how often the store is asked whether it can be written (AD-06, AD-100).
         expiry_period_s: how often old operations are forgotten.
@@ -82,6 +83,7 @@ class CoreTiming:
     executor: ExecutorTiming = dataclasses.field(default_factory=ExecutorTiming)
     reconciler: ReconcilerTiming = dataclasses.field(default_factory=ReconcilerTiming)
     first_look_timeout_s: float = 10.0
+    gate_timeout_s: float = 30.0
     reconcile_wait_s: float = 5.0
     store_probe_s: float = 5.0
     expiry_period_s: float = 3600.0
@@ -173,8 +175,8 @@ class AdminCore:
         Raises:
             Unavailable: STORE_LEASED at the start, LEASE_LOST later: another process took over.
         """
-        token = await self._journal.acquire(self._owner)
         try:
+            token = await self._journal.acquire(self._owner)
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 await self._recover(tasks)
@@ -238,7 +240,11 @@ class AdminCore:
                 participants,
                 unreconciled=self._reconciler.unreconciled(participants),
             )
-            await self._driver.apply_gates(gates)
+            try:
+                async with asyncio.timeout(self._timing.gate_timeout_s):
+                    await self._driver.apply_gates(gates)
+            except TimeoutError:
+                raise Unavailable("admission did not follow in time", reason="GATES_NOT_APPLIED") from None
 
     async def _watch_store(self) -> None:
         while True:

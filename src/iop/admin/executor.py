@@ -526,6 +526,7 @@ class Executor:
             why = self._is_unknown(snapshot, group, seen)
             if why:
                 quarantine[group.group_id] = why
+        profile_id = spec.profile_id
         changed = bool(done) or any(self._may_have_changed(g.group_id) for g in suspects)
         return settle.Leftover(
             quarantine=quarantine,
@@ -533,6 +534,9 @@ class Executor:
             done=done,
             changed=changed,
             failed=self._failed_participants(),
+            is_profile_over=not any(
+                s.reachable and (s.profiles is None or profile_id in s.profiles) for s in seen.values()
+            ),
         )
 
     def _is_unknown(

@@ -75,6 +75,7 @@ class Leftover:
         done: groups that reached the goal, for operations that keep what is done.
         changed: whether anything differs from before, beyond what was proven back.
         failed: participants that failed.
+        is_profile_over: nobody who can be reached records the profile any more.
     """
 
     quarantine: Mapping[GroupId, str] = dataclasses.field(default_factory=dict)
@@ -82,6 +83,7 @@ class Leftover:
     done: frozenset[GroupId] = frozenset()
     changed: bool = False
     failed: tuple[ParticipantId, ...] = ()
+    is_profile_over: bool = False
 
 
 def committed(
@@ -273,10 +275,11 @@ def ended_badly(
     leftover: Leftover,
     *,
     now_unix_nanos: int,
+    steps: Sequence[StepRecord] = (),
 ) -> Advance:
     """End failed, or cancelled when that is why it ended; who is not known to be consistent is quarantined."""
     if keeps_what_is_done(record.spec.kind) or record.moves.committed:
-        desired = _after_partial(snapshot.desired, record, leftover)
+        desired = _after_partial(snapshot.desired, record, leftover, steps)
     else:
         desired = without_operation(snapshot.desired, record)
     desired = _quarantined(desired, record, leftover, now_unix_nanos=now_unix_nanos)
@@ -320,9 +323,14 @@ def ended_badly(
     return Advance(moves=moves, events=(*updates, ended), statuses=statuses, desired=desired)
 
 
-def _after_partial(desired: Desired, record: OperationRecord, leftover: Leftover) -> Desired:
+def _after_partial(
+    desired: Desired, record: OperationRecord, leftover: Leftover, steps: Sequence[StepRecord]
+) -> Desired:
     """Resume and Restore keep what is done; the epoch stays valid for the rest (AD-29)."""
     spec = record.spec
+    if spec.kind is AdminOperationKind.STOP_PROFILE and leftover.is_profile_over:
+        # Its engine is gone or ended it by itself: what there is of it, is all there will be.
+        return _stopped(desired, record, steps)
     done = {p for g in spec.groups if g.group_id in leftover.done for p in g.participant_ids}
     if spec.kind is AdminOperationKind.RESUME and done:
         pause = desired.pauses.get(spec.pause_epoch)

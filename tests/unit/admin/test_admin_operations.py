@@ -718,3 +718,19 @@ def test_operations_are_listed_newest_first_page_by_page() -> None:
                 await world.core.list_operations(VIEWER, ListOperationsRequest(page_token="junk"))
 
     run_world(scenario)
+
+
+@pytest.mark.clause("AD-46")
+def test_a_profile_whose_engine_is_gone_does_not_block_the_next() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            started = await done(world, start_profile())
+            assert isinstance(started, StartProfileResult)
+            world.fleet.restart("b")
+            world.core.participants_changed()
+            await world.settle(2.0)
+            world.fleet.arm(FaultKind.ERROR, "b/0", "StopProfileStep")
+            await failed(world, stop_profile(started.profile_id))
+            assert isinstance(await done(world, start_profile("next")), StartProfileResult)
+
+    run_world(scenario)
