@@ -97,20 +97,19 @@ class Listener:
 
     async def __aenter__(self) -> Listener:
         """Start, and watch the certificate files until the block ends."""
-        async with AsyncExitStack() as stack:
-            tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            await self.start()
-            if self._tls is not None:
-                watcher = tasks.create_task(self.run(), name="tls files")
-                stack.callback(watcher.cancel)
-            self._stack = stack.pop_all()
+        await self.start()
+        if self._tls is not None:
+            tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+            watcher = tasks.create_task(self.run(), name="tls files")
+            self._stack.callback(watcher.cancel)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         await self.aclose()
-        return await self._stack.__aexit__(kind, error, trace)
+        # Without the block's own error, which would come back out of the task group wrapped.
+        await self._stack.aclose()
 
     @property
     def port(self) -> int:

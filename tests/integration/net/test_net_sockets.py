@@ -6,8 +6,11 @@ import asyncio
 import os
 import resource
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -227,6 +230,55 @@ async def test_a_peer_that_falls_silent_on_an_open_socket_is_found_within_the_ti
         assert sink.error.code == "node_lost"
         assert rig.edge.closed[0][1] is m.CloseReason.HEARTBEAT_TIMEOUT
         rig.connection.abort()
+
+
+class NodeThread:
+    """A Node on a loop of its own, so that it goes on while the Edge's loop stands still."""
+
+    def __init__(self, port: int) -> None:
+        self.node = PlainNode()
+        self._port = port
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="node")
+
+    def __enter__(self) -> PlainNode:
+        self._thread.start()
+        return self.node
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        connection = await Dialer(host="127.0.0.1", port=self._port).dial(self.node)
+        connection.register(make.register_request())
+        await eventually(lambda: bool(self.node.acks))
+        # It would be right to give up on an Edge that stands still; here only the Edge's own judgement is looked at.
+        connection.session.settings = replace(connection.session.settings, heartbeat_timeout_s=60)
+        await eventually(self._stop.is_set, timeout_s=60)
+        connection.abort()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.clause("EN-113")
+@pytest.mark.slow
+@on_both_loops
+async def test_an_edge_whose_loop_stood_still_beyond_the_timeout_loses_no_living_node() -> None:
+    edge = PlainEdge()
+    settings = SessionSettings(heartbeat_interval_s=0.2, heartbeat_timeout_s=0.8)
+    async with Listener(handler=edge, host="127.0.0.1", port=0, settings=settings) as listener:
+        with NodeThread(listener.port) as node:
+            await eventually(lambda: bool(node.acks))
+            await asyncio.sleep(0.1)
+            for _ in range(3):
+                time.sleep(1.5)  # noqa: ASYNC251 - standing still is what is tested
+                await asyncio.sleep(0.3)
+            assert not edge.closed
+            sink = edge.open_tunnel()
+            await sink.wait()
 
 
 @pytest.mark.clause("EN-17", "EN-100")
