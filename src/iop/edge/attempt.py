@@ -8,10 +8,12 @@ it becomes a drain that returns the credit, until the Node confirms with its ter
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from iop.edge.calls import RunCall, ServedTarget, TunnelCall
 from iop.edge.pools import Lease, Verdict
+from iop.edge.scrub import scrub
 from iop.net.ports import OutboundStream, RunSink, TunnelSink
 from iop.wire.messages import (
     BodyFraming,
@@ -148,6 +150,7 @@ class Attempt:
 
     def on_error(self, error: StreamError) -> None:
         """The stream ended badly."""
+        error = _scrubbed(error)
         self._owner.attempt_ended(self, error, lambda: self.tell_error(error))
 
     # ---- from the connection: runs ----
@@ -158,6 +161,8 @@ class Attempt:
         if sink is None:
             return
         if event.type.is_terminal:
+            if event.error is not None:
+                event = replace(event, error=_scrubbed(event.error))
             if event.usage is not None and not self.is_draining:
                 self._owner.attempt_observed(event.usage)
             self._owner.attempt_ended(self, _error_of(event), lambda: sink.on_run_event(event))
@@ -183,6 +188,11 @@ class Attempt:
     def _drop_text(self, event: RunEvent) -> None:
         if self.stream is not None:
             self.stream.consumed(len(event.delta.encode()) + len(event.reasoning_delta.encode()))
+
+
+def _scrubbed(error: StreamError) -> StreamError:
+    """Callers learn what went wrong, not where (EN-04)."""
+    return replace(error, message=scrub(error.message)) if error.message else error
 
 
 def _error_of(event: RunEvent) -> StreamError | None:

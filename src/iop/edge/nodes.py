@@ -16,7 +16,7 @@ from hashlib import sha256
 from math import ceil
 from typing import Final, Protocol, assert_never
 
-from iop.core.errors import IopError
+from iop.core.errors import IopError, NotFound, Unavailable
 from iop.core.ids import Generation, NodeId
 from iop.edge.dispatch import Dispatcher
 from iop.edge.pools import Pools
@@ -34,6 +34,7 @@ from iop.edge.registry import (
     Refused,
     Registry,
 )
+from iop.edge.scrub import scrub
 from iop.edge.snapshot import EdgeSnapshot, NodeSpec
 from iop.edge.tasks import TaskOwner
 from iop.net.ports import EdgeConnection
@@ -41,6 +42,8 @@ from iop.wire.handshake import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 from iop.wire.messages import (
     AdapterStatus,
     CloseReason,
+    CommandRequest,
+    CommandResponse,
     NodeConfig,
     ProviderReport,
     ReadyAck,
@@ -54,6 +57,9 @@ log = logging.getLogger(__name__)
 
 REFRESH_TIMEOUT_S: Final = 60.0
 """A Node starts adapters during a refresh, which may load for a while; a dead one is found by its heartbeat anyway."""
+
+COMMAND_TIMEOUT_S: Final = 10.0
+"""Queries are answered from a Node's memory; longer means that it does not answer."""
 
 REMOVED_CHECK_S: Final = 1.0
 """How often removed Nodes are looked at whether their last run ended (EN-114)."""
@@ -186,6 +192,34 @@ class Nodes:
         """Nodes with an activated generation."""
         return [node for node in self.registry.nodes() if self.view(node).connected]
 
+    async def command(self, node: NodeId, request: CommandRequest) -> CommandResponse:
+        """Ask a Node (EN-75); the answer tells nothing of where things live (EN-04).
+
+        Raises:
+            NotFound: no such Node is configured.
+            Unavailable: it is not ready, or was lost before it answered.
+            DeadlineExceeded: no answer within COMMAND_TIMEOUT_S.
+        """
+        if node not in self.registry.nodes():
+            raise NotFound("no Node of this id is configured", reason="unknown_node")
+        connection = self.connection_of(node)
+        if connection is None:
+            raise Unavailable("the Node is not ready", reason="node_not_ready", retry_after_s=5.0)
+        answer = await connection.command(request, timeout_s=COMMAND_TIMEOUT_S)
+        return replace(
+            answer,
+            reason=scrub(answer.reason),
+            figures={name: scrub(value) for name, value in answer.figures.items()},
+            providers=tuple(
+                replace(
+                    provider,
+                    reason=scrub(provider.reason),
+                    capabilities={name: scrub(value) for name, value in provider.capabilities.items()},
+                )
+                for provider in answer.providers
+            ),
+        )
+
     def apply_snapshot(self, snapshot: EdgeSnapshot) -> None:
         """Push a new configuration to whom it concerns; each Node's answer shows in its view (EN-80, EN-114)."""
         self._snapshot = snapshot
@@ -228,7 +262,7 @@ class Nodes:
     def _note_adapters(self, connection_id: ConnectionId, adapters: tuple[AdapterStatus, ...]) -> None:
         session = self._sessions.get(connection_id)
         if session is not None:
-            session.adapters = adapters
+            session.adapters = tuple(replace(a, reason=scrub(a.reason)) for a in adapters)
         for adapter in adapters:
             if not adapter.started:
                 log.warning(
@@ -337,7 +371,7 @@ class Nodes:
             answer = await session.connection.refresh(
                 _wire_config(effect.node, effect.revision), timeout_s=REFRESH_TIMEOUT_S
             )
-            outcome, reason = answer.outcome, answer.reason
+            outcome, reason = answer.outcome, scrub(answer.reason)
             if answer.adapters:
                 self._note_adapters(effect.connection, answer.adapters)
         except IopError as error:

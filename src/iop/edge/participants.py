@@ -52,6 +52,7 @@ from iop.edge.dispatch import Dispatcher
 from iop.edge.nodes import Nodes
 from iop.edge.outcomes import UNKNOWN_VERSION
 from iop.edge.pools import OPEN_GATE, RECONCILE_GATE, GateMode, ProviderGate
+from iop.edge.scrub import scrub
 from iop.edge.snapshot import EdgeSnapshot
 from iop.edge.tasks import TaskOwner
 from iop.wire.messages import (
@@ -403,11 +404,10 @@ class Participants:
                     details={"group_id": call.group_id},
                 )
             case "unavailable":
-                return _same_failure(call, AdminErrorCode.PARTICIPANT_FAILED, answer.refused_reason)
+                return _same_failure(call, AdminErrorCode.PARTICIPANT_FAILED, scrub(answer.refused_reason))
             case _:
-                return _same_failure(
-                    call, AdminErrorCode.PARTICIPANT_FAILED, answer.refused_reason, changed=False
-                )
+                reason = scrub(answer.refused_reason)
+                return _same_failure(call, AdminErrorCode.PARTICIPANT_FAILED, reason, changed=False)
 
     def _progressed(self, group: _Group, event: AdminStepEvent, report: ProgressSink) -> None:
         try:
@@ -417,7 +417,7 @@ class Participants:
         ours = {local: participant for participant, local in group.local_of.items()}
         participant = ours.get(progress.participant_id)
         if participant is not None:
-            report(replace(progress, participant_id=participant))
+            report(replace(progress, participant_id=participant, message=scrub(progress.message)))
 
     def _in_engine_words(self, step: Step, key: ProviderKey) -> Step:
         """Model names as the provider knows them; callers and the core use public ones (AD-15)."""
@@ -445,6 +445,7 @@ class Participants:
                 replace(
                     outcome,
                     participant_id=name(outcome.participant_id),
+                    error=_scrubbed(outcome.error),
                     caches=tuple(replace(c, participant_id=name(c.participant_id)) for c in outcome.caches),
                     amounts=tuple(replace(a, participant_id=name(a.participant_id)) for a in outcome.amounts),
                     changes=tuple(replace(c, participant_id=name(c.participant_id)) for c in outcome.changes),
@@ -476,7 +477,7 @@ class Participants:
                     return
                 group.trouble = "the engine tells no participants"
             except IopError as error:
-                group.trouble = error.message
+                group.trouble = scrub(error.message)
             log.debug("participants.unknown", extra={"provider": str(key), "reason": group.trouble})
             await self._wait_for_change(wait_s)
             wait_s = min(wait_s * 2, wait_max_s)
@@ -639,6 +640,11 @@ def _together(edge: WorkCounts, engine: WorkCounts) -> WorkCounts:
         kept=max(edge.kept, engine.kept),
         resumed=engine.resumed,
     )
+
+
+def _scrubbed(error: ParticipantError | None) -> ParticipantError | None:
+    """The engine's own words, without where it lives (EN-04)."""
+    return None if error is None else replace(error, message=scrub(error.message))
 
 
 def _same_failure(call: StepCall, code: AdminErrorCode, message: str, *, changed: bool = True) -> StepResult:

@@ -6,11 +6,12 @@ No address, token or transport internals of a Node are in here (EN-04).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias
 
 from iop.core.clock import Clock
-from iop.core.errors import NotFound
+from iop.core.errors import InvalidRequest, NotFound
 from iop.core.ids import NodeId
 from iop.edge.calls import ProviderKey
 from iop.edge.dispatch import Dispatcher
@@ -19,9 +20,17 @@ from iop.edge.outcomes import UNKNOWN_VERSION, OutcomeBook, RequestRecord
 from iop.edge.participants import Participants
 from iop.edge.pools import LeaseKind, Pools
 from iop.edge.snapshot import EdgeSnapshot
-from iop.wire.messages import Usage
+from iop.wire.messages import CommandRequest, CommandType, Usage
 
 Json: TypeAlias = dict[str, Any]
+
+_QUESTIONS: Final = {
+    "usage": CommandType.USAGE,
+    "capabilities": CommandType.CAPABILITIES,
+    "sessions": CommandType.SESSIONS,
+    "transport": CommandType.TRANSPORT,
+    "providers": CommandType.PROVIDERS,
+}
 
 SKEW_WARNING_MS: Final = 1000
 """A Node whose clock differs by more is worth a word: its logs will not line up (EN-113)."""
@@ -78,6 +87,34 @@ class Status:
                 "no recent request has this id; only the latest ones are remembered", reason="unknown_request"
             )
         return self._explanation(record)
+
+    async def command(self, node: str, what: str, *, adapter: str = "") -> Json:
+        """Ask a Node: ``usage``, ``capabilities``, ``sessions``, ``transport`` or ``providers`` (EN-75).
+
+        Raises:
+            InvalidRequest: another question.
+            IopError: as ``Nodes.command``.
+        """
+        kind = _QUESTIONS.get(what)
+        if kind is None:
+            raise InvalidRequest(
+                f"ask one of: {', '.join(_QUESTIONS)}",
+                reason="unknown_command",
+                details={"command": what[:64]},
+            )
+        request = CommandRequest(type=kind, adapter=adapter)
+        answer = await self._nodes.command(NodeId(node), request)
+        return {
+            "node": node,
+            "command": what,
+            "ok": answer.ok,
+            "reason": answer.reason,
+            "figures": dict(answer.figures),
+            "providers": [
+                {**asdict(provider), "capabilities": dict(provider.capabilities)}
+                for provider in answer.providers
+            ],
+        }
 
     def counters(self) -> Mapping[str, int]:
         """Totals since the start, and levels; names are stable."""

@@ -162,7 +162,7 @@ def request_of(
 async def eventually(predicate: Callable[[], object], deadline_s: float = 5.0) -> None:
     """Wait until ``predicate`` holds, looking again every millisecond. Raises TimeoutError."""
     async with asyncio.timeout(deadline_s):
-        while not predicate():  # noqa: ASYNC110 - a level, watched from outside
+        while not predicate():
             await asyncio.sleep(0.001)
 
 
@@ -177,7 +177,7 @@ class RecordingSink:
     ends: int = 0
     on_end_hook: Callable[[], None] | None = None
 
-    def on_response_start(self, *, status: int, headers: Sequence[Header], framing: BodyFraming) -> None:  # noqa: ARG002
+    def on_response_start(self, *, status: int, headers: Sequence[Header], framing: BodyFraming) -> None:
         """Remember the status."""
         assert not self.ends, "an answer after its end"
         self.status = status
@@ -310,6 +310,11 @@ class FakeStream:
             kind = RunEventType.CANCELLED if code == StreamErrorCode.CANCELLED else RunEventType.ERROR
             self._run.on_run_event(RunEvent(type=kind, error=error))
 
+    def fail_with(self, error: StreamError) -> None:
+        """ERROR of a tunnel, as given."""
+        if self._over() and self._tunnel is not None:
+            self._tunnel.on_error(error)
+
     def emit(self, event: RunEvent) -> None:
         """One run event."""
         if event.type.is_terminal and not self._over():
@@ -419,13 +424,13 @@ class FakeEdgeConnection:
     def terminate_session(self, session_id: str, reason: CancelReason) -> None:
         """Not played."""
 
-    async def command(self, request: CommandRequest, *, timeout_s: float) -> CommandResponse:  # noqa: ARG002
+    async def command(self, request: CommandRequest, *, timeout_s: float) -> CommandResponse:
         """Answer as scripted."""
         if self.close_reason is not None or self.answer_command is None:
             raise Unavailable("the connection ended")
         return self.answer_command(request)
 
-    async def refresh(self, config: NodeConfig, *, timeout_s: float) -> RefreshResponse:  # noqa: ARG002
+    async def refresh(self, config: NodeConfig, *, timeout_s: float) -> RefreshResponse:
         """Answer as scripted."""
         self._require_ready()
         self.refreshes.append(config)
@@ -435,9 +440,9 @@ class FakeEdgeConnection:
         self,
         step: AdminStep,
         *,
-        payload: Sequence[bytes] = (),  # noqa: ARG002
-        on_event: Callable[[AdminStepEvent], None] | None = None,  # noqa: ARG002
-        timeout_s: float,  # noqa: ARG002
+        payload: Sequence[bytes] = (),
+        on_event: Callable[[AdminStepEvent], None] | None = None,
+        timeout_s: float,
     ) -> AdminStepResult:
         """Answer as scripted."""
         self._require_ready()

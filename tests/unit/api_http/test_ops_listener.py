@@ -18,6 +18,9 @@ class Source:
             raise NotFound("no recent request has this id", reason="unknown_request")
         return {"request_id": request_id}
 
+    async def command(self, node, what, *, adapter=""):
+        return {"node": node, "command": what, "adapter": adapter}
+
 
 def authorize(token):
     if token is None or token == "wrong":
@@ -51,7 +54,7 @@ async def ops():
 
 
 @pytest.mark.clause("SF-30")
-@pytest.mark.parametrize("path", ["/metrics", "/status", "/explain/x"])
+@pytest.mark.parametrize("path", ["/metrics", "/status", "/explain/x", "/nodes/n1/usage"])
 @pytest.mark.parametrize(("token", "status"), [(None, 401), ("wrong", 401), ("stranger", 403)])
 async def test_readings_need_a_viewer_token(ops, path, token, status):
     answer, body, headers = await ops(path, token)
@@ -72,6 +75,8 @@ async def test_a_viewer_reads_status_leases_metrics_and_explanations(ops):
     assert (await ops("/status?leases=1", "viewer"))[1] == {"config_revision": 1, "leases": []}
     assert (await ops("/metrics", "viewer"))[1] == b"iop_edge_requests_live 0\n"
     assert (await ops("/explain/team/r%201", "viewer"))[1] == {"request_id": "team/r 1"}
+    answer = await ops("/nodes/n1/usage?adapter=main", "viewer")
+    assert answer[1] == {"node": "n1", "command": "usage", "adapter": "main"}
     status, body, _ = await ops("/explain/other", "viewer")
     assert (status, body["error"]["code"]) == (404, "unknown_request")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from iop.core.errors import NotFound
+from iop.core.errors import InvalidRequest, NotFound, Unavailable
 from iop.testing.edge_fleet import (
     FakeEdgeConnection,
     RecordingSink,
@@ -15,6 +15,7 @@ from iop.testing.edge_fleet import (
     snapshot_of,
     tunnel_to,
 )
+from iop.wire.messages import CommandResponse, CommandType, ProviderSnapshot
 
 SNAPSHOT = snapshot_of(
     {"n1/main": adapter_spec("main", capacity=3, long_capacity=1)},
@@ -82,6 +83,34 @@ async def test_a_clock_that_differs_is_shown_with_its_size(make_edge):
     shown = edge.status.status()["nodes"][0]
     assert shown["clock_skew_ms"] == -90_000
     assert "-90000 ms" in shown["reason"]
+
+
+@pytest.mark.clause("EN-75", "EN-13", "EN-04")
+async def test_a_command_asks_the_ready_owner_and_its_answer_names_no_address(make_edge):
+    edge = await make_edge(SNAPSHOT)
+    with pytest.raises(Unavailable):
+        await edge.status.command("n1", "usage")
+    node = FakeEdgeConnection(edge.nodes).connect()
+    asked = []
+
+    def answer(request):
+        asked.append((request.type, request.adapter))
+        return CommandResponse(
+            type=request.type,
+            ok=True,
+            figures={"edge": "192.0.2.7:7070", "runs": "3"},
+            providers=(ProviderSnapshot(id="main", reason="http://10.0.0.5:8000 is down"),),
+        )
+
+    node.answer_command = answer
+    shown = await edge.status.command("n1", "transport", adapter="main")
+    assert asked == [(CommandType.TRANSPORT, "main")]
+    assert shown["figures"] == {"edge": "[address]", "runs": "3"}
+    assert shown["providers"][0]["reason"] == "[address] is down"
+    with pytest.raises(NotFound):
+        await edge.status.command("n9", "usage")
+    with pytest.raises(InvalidRequest):
+        await edge.status.command("n1", "shutdown")
 
 
 @pytest.mark.clause("EN-112")

@@ -47,6 +47,10 @@ class OpsSource(Protocol):
         """One request. Raises NotFound."""
         ...
 
+    async def command(self, node: str, what: str, *, adapter: str = "") -> dict[str, Any]:
+        """Ask a Node (EN-75)."""
+        ...
+
 
 def ops_app(
     *,
@@ -95,6 +99,11 @@ def ops_app(
     async def explain(request: Request) -> Response:
         return JSONResponse(source.explain(request.path_params["request_id"]))
 
+    async def command(request: Request) -> Response:
+        adapter = request.query_params.get("adapter", "")
+        node, what = request.path_params["node"], request.path_params["what"]
+        return JSONResponse(await source.command(node, what, adapter=adapter))
+
     return Starlette(
         routes=[
             Route("/healthz", healthz),
@@ -102,6 +111,7 @@ def ops_app(
             Route("/metrics", guarded(metrics)),
             Route("/status", guarded(status)),
             Route("/explain/{request_id:path}", guarded(explain)),
+            Route("/nodes/{node}/{what}", guarded(command)),
             *more_routes,
         ]
     )
