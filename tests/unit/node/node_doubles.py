@@ -102,6 +102,7 @@ class FakeAdapter:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         if "http://bad" in self.config.targets:
             raise InvalidRequest("endpoint: cannot work")
+        await asyncio.sleep(0)
         self.is_started = True
 
     async def aclose(self) -> None:
@@ -112,6 +113,7 @@ class FakeAdapter:
         self.tunnels.clear()
 
     async def probe(self) -> None:
+        await asyncio.sleep(0.001)
         self.probes += 1
 
     def open_tunnel(self, stream: TunnelStream, on_done: Callable[[], None]) -> None:
