@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -103,3 +104,25 @@ def test_no_tracked_file_names_a_machine_path() -> None:
         check=False,
     )
     assert listed.stdout.splitlines() in ([], ["tests/unit/repo/test_repo_files.py"])
+
+
+SURFACES = ("iop.api", "iop.console", "starlette", "uvicorn", "httptools", "aiohttp", "a2a")
+
+
+@pytest.mark.clause("EN-05")
+@pytest.mark.parametrize("package", ["net", "wire"])
+def test_transport_knows_no_surface_and_so_makes_no_answer_of_one(package: str) -> None:
+    for file in sorted((ROOT / "src" / "iop" / package).rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        names = [
+            name
+            for node in ast.walk(tree)
+            for name in (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
+        ]
+        assert [name for name in names if name.startswith(SURFACES)] == [], file
