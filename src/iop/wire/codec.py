@@ -250,6 +250,15 @@ def _fill_run_frame(message: pb.RunEvent, value: p.RunFrame) -> None:
 
 @_reads("run_event")
 def _read_run_frame(message: pb.RunEvent) -> p.RunFrame:
+    if message.type == pb.RUN_EVENT_TYPE_DELTA:
+        delta = m.RunEvent(
+            type=m.RunEventType.DELTA,
+            delta=message.delta,
+            output_index=message.output_index,
+            reasoning_delta=message.reasoning_delta,
+            metadata=dict(message.metadata),
+        )
+        return p.RunFrame(run_id=message.run_id, sequence=message.sequence, event=delta)
     return p.RunFrame(run_id=message.run_id, sequence=message.sequence, event=_RUN_EVENT.read(message))
 
 
