@@ -76,6 +76,7 @@ def _make_node(config: NodeConfig) -> Node:
         make_adapter=create_adapter,
         codec=AdminStepCodec(),
         clock=ProcessClock(),
+        environment=os.environ,
         # Jitter must differ between Nodes that start at once, so it is seeded by the machine (EN-107).
         rng=random.Random(os.urandom(16)),  # noqa: S311  (no secret depends on it)
     )

@@ -25,11 +25,12 @@ from iop.app.listening import binding
 from iop.app.part import Part, how_it_ended
 from iop.app.process import Process
 from iop.app.sources import OsSecrets
-from iop.config import Sources, load_edge, load_engine
+from iop.config import EdgeConfig, EngineConfig, NodeConfig, Sources, load_edge, load_engine
+from iop.config.loader import variable_names
 from iop.config.values import Address
 from iop.core.errors import Unavailable
 
-__all__ = ["Started", "Up", "UpOptions"]
+__all__ = ["Started", "Up", "UpOptions", "environment_of"]
 
 START_TIMEOUT_S: Final = 60.0
 """A part that does not serve by then never will; a cold disk needs some seconds."""
@@ -125,7 +126,7 @@ class Up:
             path.mkdir(mode=0o700, exist_ok=True)
         tokens = make_tokens()
         options = self._options
-        _check_addresses(options)
+        _check_addresses(options, self._environment)
 
         engine_file = write_engine(
             directory, tokens=tokens, listen=options.engine, settings=options.engine_settings
@@ -134,7 +135,9 @@ class Up:
             "engine", ["engine", "--config", str(engine_file), "--no-run-file"], logs
         )
         edge_file = write_edge(directory, tokens=tokens, listen=options.edge, engine=engine)
-        edge = await self._start_part("edge", ["edge", "--config", str(edge_file)], logs)
+        # As flags too, since those stand above the environment and the file does not.
+        flags = [part for name, text in options.edge.items() for part in (f"--{name}", text)]
+        edge = await self._start_part("edge", ["edge", "--config", str(edge_file), *flags], logs)
         node_file = write_node(directory, tokens=tokens, edge=str(edge["nodes"]))
         await self._start_part("node", ["node", "--config", str(node_file)], logs)
 
@@ -151,7 +154,7 @@ class Up:
         self._on_step(name)
         part = Part(name, arguments, log=logs / f"{name}.log")
         self._parts.append(part)
-        await part.start(self._environment)
+        await part.start(environment_of(name, self._environment))
         return await part.ready(START_TIMEOUT_S)
 
     async def _supervise(self, process: Process) -> str | None:
@@ -192,7 +195,21 @@ class Up:
             part.kill_nowait()
 
 
-def _check_addresses(options: UpOptions) -> None:
+def environment_of(part: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What one part sees of the parent's variables.
+
+    A key such as ``listen.http`` is in several configs, and one variable cannot mean it in all of them at once: under
+    ``iop up`` it means the Edge's. The engine keeps what only an engine has; the Node's config is wholly ours.
+    """
+    hidden: frozenset[str] = frozenset()
+    if part == "engine":
+        hidden = variable_names(EdgeConfig) | variable_names(NodeConfig)
+    elif part == "node":
+        hidden = variable_names(EdgeConfig) | variable_names(NodeConfig) | variable_names(EngineConfig)
+    return {name: text for name, text in environment.items() if name not in hidden}
+
+
+def _check_addresses(options: UpOptions, environment: Mapping[str, str]) -> None:
     """Find a taken address before anything is started; each part still says by itself if it loses a race for one.
 
     Raises:
@@ -200,10 +217,12 @@ def _check_addresses(options: UpOptions) -> None:
         Unavailable: an address cannot be had.
     """
     engine = load_engine(Sources(secrets=OsSecrets({}), flags=_as_flags(options.engine, "engine-"))).config
-    edge = load_edge(Sources(secrets=OsSecrets({}), flags=_as_flags(options.edge, ""))).config
-    for prefix, listen in (("engine-", engine.listen), ("", edge.listen)):
-        for item in dataclasses.fields(listen):
-            address: Address | None = getattr(listen, item.name)
+    listen = {name: text for name, text in environment.items() if name.startswith("IOP_LISTEN__")}
+    flags = _as_flags(options.edge, "")
+    edge = load_edge(Sources(secrets=OsSecrets({}), environment=listen, flags=flags)).config
+    for prefix, listeners in (("engine-", engine.listen), ("", edge.listen)):
+        for item in dataclasses.fields(listeners):
+            address: Address | None = getattr(listeners, item.name)
             if address is not None and address.path is None and address.port != 0:
                 with binding(f"{prefix}{item.name}", address):
                     _try_bind(address)

@@ -46,8 +46,8 @@ Level: TypeAlias = Annotated[
 Address: TypeAlias = str | None
 
 
-def _address(flag: str, what: str) -> Any:
-    return typer.Option(flag, metavar="HOST:PORT", help=f"{what}; port 0: any free one.")
+def _address(flag: str, what: str, variable: str | None = None) -> Any:
+    return typer.Option(flag, metavar="HOST:PORT", envvar=variable, help=f"{what}; port 0: any free one.")
 
 
 def register(app: typer.Typer) -> None:
@@ -64,9 +64,15 @@ def up(
     admin: Annotated[Address, _address("--admin", "OpenEngineAdmin of the Edge")] = None,
     ops: Annotated[Address, _address("--ops", "metrics, health and status")] = None,
     nodes: Annotated[Address, _address("--nodes", "where Nodes dial in")] = None,
-    engine_http: Annotated[Address, _address("--engine-http", "OpenAI HTTP of the engine")] = None,
-    engine_openengine: Annotated[Address, _address("--engine-openengine", "OpenEngine of the engine")] = None,
-    engine_admin: Annotated[Address, _address("--engine-admin", "OpenEngineAdmin of the engine")] = None,
+    engine_http: Annotated[
+        Address, _address("--engine-http", "OpenAI HTTP of the engine", "IOP_ENGINE_HTTP")
+    ] = None,
+    engine_openengine: Annotated[
+        Address, _address("--engine-openengine", "OpenEngine of the engine", "IOP_ENGINE_OPENENGINE")
+    ] = None,
+    engine_admin: Annotated[
+        Address, _address("--engine-admin", "OpenEngineAdmin of the engine", "IOP_ENGINE_ADMIN")
+    ] = None,
     ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Rank processes of the engine.")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Weights of the engine; else the built-in ones.")

@@ -20,11 +20,27 @@ from iop.config.reader import Reader, SecretSource
 from iop.config.rules import Note, check_edge, check_engine, check_node, warn_edge, warn_node
 from iop.config.tree import EdgeConfig, EngineConfig, NodeConfig
 
-__all__ = ["ENVIRONMENT_PREFIX", "Loaded", "Sources", "load_edge", "load_engine", "load_node"]
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "Loaded",
+    "Sources",
+    "load_edge",
+    "load_engine",
+    "load_node",
+    "variable_names",
+]
 
 ENVIRONMENT_PREFIX: Final = "IOP_"
 
-_OTHER_VARIABLES: Final = ("IOP_HOME", "IOP_LOG", "IOP_PARENT", "IOP_SIM", "IOP_BENCH", "IOP_TEST")
+_OTHER_VARIABLES: Final = (
+    "IOP_ENGINE_",
+    "IOP_HOME",
+    "IOP_LOG",
+    "IOP_PARENT",
+    "IOP_SIM",
+    "IOP_BENCH",
+    "IOP_TEST",
+)
 """Prefixes of variables of ours that are no config keys."""
 
 T = TypeVar("T")
@@ -123,9 +139,7 @@ def _variables(
 ) -> tuple[dict[str, tuple[str, str]], list[Problem]]:
     """Variables that name keys of ``tree``. One that names no key of any config is a problem, like an unknown key."""
     keys = {_variable_name(key): key for key in _keys(tree)}
-    foreign = {
-        _variable_name(key) for other in (EdgeConfig, NodeConfig, EngineConfig) for key in _keys(other)
-    }
+    foreign = variable_names(EdgeConfig) | variable_names(NodeConfig) | variable_names(EngineConfig)
     found: dict[str, tuple[str, str]] = {}
     problems: list[Problem] = []
     for name, text in environment.items():
@@ -140,6 +154,11 @@ def _variables(
                 )
             )
     return found, problems
+
+
+def variable_names(tree: type[Any]) -> frozenset[str]:
+    """Every environment variable that sets a key of ``tree``."""
+    return frozenset(_variable_name(key) for key in _keys(tree))
 
 
 def _variable_name(key: str) -> str:

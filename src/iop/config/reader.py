@@ -37,7 +37,7 @@ class SecretSource(Protocol):
         ...
 
 
-class _Bad(Exception):  # noqa: N818  (never leaves this module)
+class _Bad(Exception):
     """A value that cannot be read: what is wrong, and the fix."""
 
     def __init__(self, message: str, fix: str) -> None:
