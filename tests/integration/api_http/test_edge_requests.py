@@ -147,6 +147,28 @@ async def test_the_providers_model_name_comes_back_by_default() -> None:
         assert b"dated-0613" in (await fleet.post(STREAM))[2]
 
 
+@pytest.mark.clause("SF-15")
+@pytest.mark.parametrize("name", ["fast", "fast-latest"])
+async def test_with_its_rule_a_model_answers_under_the_callers_name(name: str) -> None:
+    async def script(call: StubCall) -> None:
+        if call.json.get("stream"):
+            await call.start_events()
+            await call.chunk(b'data: {"model":"dated-0613","choi', b'ces":[]}\n\n', *sse_events([]))
+            await call.end_chunks()
+        else:
+            await call.write(whole_answer(b'{"model":"dated-0613","message":{"model":"dated-0613"}}'))
+
+    async with fleet_of(response_model="alias") as fleet:
+        fleet.stub.script = script
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/embeddings"):
+            _, _, body = await fleet.post(PLAIN.replace(b"fast", name.encode()), path=path)
+            assert json.loads(body) == {"model": name, "message": {"model": name}}
+        _, _, body = await fleet.post(STREAM.replace(b"fast", name.encode()))
+        assert b'{"model":"%b"' % name.encode() in body
+        assert b"dated" not in body
+        await fleet.settled()
+
+
 @pytest.mark.clause("SF-03", "SF-04")
 @pytest.mark.parametrize(
     ("status", "headers", "body", "kind"),

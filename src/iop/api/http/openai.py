@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
+import msgspec
 import orjson
 
 from iop.api.http.errors import Dialect, error_body, error_code, error_headers, error_status
@@ -25,13 +26,15 @@ from iop.api.http.limits import ByteBudget, HttpLimits
 from iop.api.http.models import list_models, model_entry
 from iop.api.http.relay import CountRelay, Relay
 from iop.api.http.routing import Routes
+from iop.api.http.runs import RunRelay
 from iop.api.http.splice import RequestFields, read_fields
 from iop.core.clock import Clock
 from iop.core.errors import InvalidRequest, IopError, NotFound, Unsupported
 from iop.core.ids import RequestId
-from iop.edge.calls import DispatchRequest, PrepareCall, Route, ServedTarget, TunnelCall
+from iop.edge.calls import DispatchRequest, PrepareCall, Route, RunCall, ServedTarget, TunnelCall
 from iop.edge.dispatch import DispatchHandle
 from iop.edge.snapshot import EdgeSnapshot
+from iop.wire.messages import CancelReason
 
 __all__ = ["DispatchPort", "EdgeHttp"]
 
@@ -76,7 +79,18 @@ _OPERATIONS: Final = (
 class _Visit:
     """What is known of one request while it is answered."""
 
-    __slots__ = ("caller", "fields", "is_dispatched", "model", "operation", "request_id", "rest", "session")
+    __slots__ = (
+        "caller",
+        "fields",
+        "handle",
+        "is_dispatched",
+        "model",
+        "operation",
+        "relay",
+        "request_id",
+        "rest",
+        "session",
+    )
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -84,9 +98,15 @@ class _Visit:
         self.caller: Caller | None = None
         self.model = ""
         self.session = ""
-        self.fields: RequestFields | None = None
+        self.fields: Any = None  # RequestFields from dispatch to the first byte
+        self.relay: Any = None  # Relay or RunRelay of the current attempt
+        self.handle: DispatchHandle | None = None
         self.is_dispatched = False
         self.rest = b""
+
+    def forget(self) -> None:
+        """Let go of what only another attempt would need."""
+        self.fields = self.relay = self.handle = None
 
     @property
     def dialect(self) -> Dialect:
@@ -207,6 +227,7 @@ class EdgeHttp:
             self._dispatch.record_rejection(
                 RequestId(visit.request_id), visit.model, reason, caller=visit.caller.name
             )
+        visit.forget()
         status = error_status(error)
         self._count(visit, status)
         headers = [*error_headers(error), *self._origin(visit.request_id, reason)]
@@ -222,34 +243,82 @@ class EdgeHttp:
         fields: RequestFields,
         request: DispatchRequest,
     ) -> None:
-        make: Callable[..., Relay] = Relay
-        if operation.name == "count_tokens":
-            make = partial(CountRelay, estimate=lambda: self._answer_estimate(exchange, visit, fields))
-        relay = make(
-            exchange,
-            dialect=operation.dialect,
-            choices=_choices(operation, fields),
-            event_bytes_max=self._limits.sse_event_bytes,
-            begin=self._begin_answer,
-            fail=self.on_error,
-        )
         visit.fields = fields
         visit.is_dispatched = True  # from here on, dispatch records how it ends
         try:
-            handle = await self._dispatch.dispatch(request, partial(_prepare, exchange, relay))
+            handle = await self._dispatch.dispatch(request, partial(self._prepare, exchange))
         except Unsupported as error:
             if operation.name != "count_tokens" or error.reason.lower() != "operation_not_supported":
                 raise
             self._answer_estimate(exchange, visit, fields)
             return
-        relay.bind(handle)
+        if exchange.is_gone:
+            handle.cancel(CancelReason.CLIENT_GONE)
+            return
+        visit.handle = handle
+        visit.relay.bind(handle)
+
+    def _prepare(self, exchange: Exchange, target: ServedTarget) -> TunnelCall | RunCall:
+        """Build the provider's request once it is known who serves it (EN-54), and the sink of its answer."""
+        operation, visit = exchange.data
+        call: TunnelCall | RunCall
+        if target.route is Route.TUNNEL:
+            visit.relay = self._tunnel_relay(exchange, operation, visit, target)
+            call = _tunnel_call(exchange, operation, visit, target)
+        elif operation.dialect in (Dialect.CHAT, Dialect.COMPLETIONS):
+            visit.relay = self._run_relay(exchange, operation, visit, target)
+            call = _run_call(exchange, visit, target)
+        else:
+            raise Unsupported(
+                "The providers of this model serve chat completions and completions only.",
+                reason="operation_not_supported",
+            )
+        if visit.handle is not None:  # repeated behind the scenes (EN-112)
+            visit.relay.bind(visit.handle)
+        return call
+
+    def _tunnel_relay(
+        self, exchange: Exchange, operation: _Operation, visit: _Visit, target: ServedTarget
+    ) -> Relay:
+        fields = visit.fields
+        make: Callable[..., Relay] = Relay
+        if operation.name == "count_tokens":
+            make = partial(CountRelay, estimate=lambda: self._answer_estimate(exchange, visit, fields))
+        return make(
+            exchange,
+            dialect=operation.dialect,
+            choices=_choices(operation, fields),
+            event_bytes_max=self._limits.sse_event_bytes,
+            shown_model=visit.model if target.response_model == "alias" else None,
+            begin=self._begin_answer,
+            fail=self.on_error,
+        )
+
+    def _run_relay(
+        self, exchange: Exchange, operation: _Operation, visit: _Visit, target: ServedTarget
+    ) -> RunRelay:
+        fields = visit.fields
+        options = fields.raw.get("stream_options")
+        return RunRelay(
+            exchange,
+            dialect=operation.dialect,
+            request_id=visit.request_id,
+            model=visit.model if target.response_model == "alias" else target.target,
+            created=self._clock.unix_nanos() // 1_000_000_000,
+            is_stream=fields.is_stream,
+            has_usage=fields.is_stream and options is not None and _wants_usage(options),
+            has_tools="tools" in fields.raw,
+            bytes_max=self._limits.sse_event_bytes,
+            begin=self._begin_answer,
+            fail=self.on_error,
+        )
 
     def _begin_answer(self, exchange: Exchange, handle: DispatchHandle) -> HeaderList:
         """At the provider's first byte: no other attempt can follow, so the body is let go; tell what we
         know.
         """
         visit: _Visit = exchange.data[1]
-        visit.fields = None
+        visit.forget()
         exchange.release_body()
         headers: HeaderList = [
             (b"x-request-id", visit.request_id.encode("ascii")),
@@ -303,13 +372,11 @@ def _may_use(visit: _Visit) -> Callable[..., bool]:
     return visit.caller.may_use
 
 
-def _prepare(exchange: Exchange, relay: Relay, target: ServedTarget) -> TunnelCall:
-    """Build the provider's request once it is known who serves it (EN-54)."""
-    if target.route is not Route.TUNNEL:
-        raise Unsupported("No provider of this model speaks this route.", reason="operation_not_supported")
-    operation, visit = exchange.data
-    fields = visit.fields
+def _tunnel_call(
+    exchange: Exchange, operation: _Operation, visit: _Visit, target: ServedTarget
+) -> TunnelCall:
     head = exchange.head
+    fields = visit.fields
     path = operation.path
     is_named = operation.name in target.operations
     if head.query:
@@ -323,9 +390,37 @@ def _prepare(exchange: Exchange, relay: Relay, target: ServedTarget) -> TunnelCa
         headers=request_headers(head, request_id=visit.request_id, is_stream=fields.is_stream),
         body=fields.with_model(target.target),
         stream=fields.is_stream,
-        sink=relay,
+        sink=visit.relay,
         session_id=visit.session,
     )
+
+
+def _run_call(exchange: Exchange, visit: _Visit, target: ServedTarget) -> RunCall:
+    head = exchange.head
+    fields = visit.fields
+    return RunCall(
+        input=b"".join(fields.with_model(target.target)),
+        sink=visit.relay,
+        stream=fields.is_stream,
+        session_id=visit.session,
+        traceparent=_ascii(head.get(b"traceparent")),
+        tracestate=_ascii(head.get(b"tracestate")),
+    )
+
+
+def _ascii(value: bytes | None) -> str:
+    return "" if value is None else value.decode("ascii", "replace")[:512]
+
+
+def _wants_usage(options: msgspec.Raw) -> bool:
+    try:
+        return msgspec.json.decode(options, type=_StreamOptions).include_usage
+    except msgspec.MsgspecError:
+        return False
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
 
 
 def _choices(operation: _Operation, fields: RequestFields) -> int:

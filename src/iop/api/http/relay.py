@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, unique
 from typing import Any, Final
 
+import msgspec
 import orjson
 
 from iop.api.http.content_coding import DecodeError, Decoder, decoder_for
@@ -18,6 +19,7 @@ from iop.api.http.errors import Dialect, error_event, error_of_stream
 from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList
 from iop.api.http.headers import accepts_coding, provider_headers
+from iop.api.http.rename import rename_event_models, rename_model
 from iop.api.http.splice import JsonWatch
 from iop.api.http.sse import SseEnding, SseWatcher
 from iop.api.http.usage import BODY_BYTES_MAX, usage_of, usage_of_body
@@ -52,6 +54,8 @@ class Relay:
         dialect: in whose words an error inside a stream is told.
         choices: how many alternatives a stream must finish.
         event_bytes_max: most bytes of one event.
+        shown_model: the name that answers show instead of the provider's, where the model's rule says so
+            (SF-15).
         begin: called at the first byte; returns headers of ours for this answer.
         fail: answers an error before the first byte.
     """
@@ -71,8 +75,10 @@ class Relay:
         "_mode",
         "_owed",
         "_remaining",
+        "_shown_model",
         "_shows_decoded",
         "_watcher",
+        "_withheld",
     )
 
     def __init__(
@@ -82,6 +88,7 @@ class Relay:
         dialect: Dialect,
         choices: int,
         event_bytes_max: int,
+        shown_model: str | None,
         begin: Callable[[Exchange, DispatchHandle], HeaderList],
         fail: Callable[[Exchange, IopError], None],
     ) -> None:
@@ -89,6 +96,8 @@ class Relay:
         self._dialect = dialect
         self._choices = choices
         self._event_bytes_max = event_bytes_max
+        self._shown_model = None if shown_model is None else msgspec.json.encode(shown_model)
+        self._withheld: tuple[int, HeaderList] | None = None
         self._begin = begin
         self._fail = fail
         self._handle: DispatchHandle | None = None
@@ -129,7 +138,7 @@ class Relay:
         is_events = kind.startswith(b"text/event-stream")
         if coding and coding != b"identity":
             self._decoder = decoder_for(coding)
-            is_readable = accepts_coding(self._exchange.head, coding)
+            is_readable = self._shown_model is None and accepts_coding(self._exchange.head, coding)
             if not is_readable and self._decoder is None:
                 self._refuse_coding()
                 return
@@ -153,7 +162,13 @@ class Relay:
         self._remaining = length
         assert self._handle is not None, "no answer comes before dispatch has returned"
         out += self._begin(self._exchange, self._handle)
-        self._exchange.start(status, out, length=length)
+        if self._shown_model is not None and self._mode is _Mode.PLAIN and b"json" in kind:
+            self._withheld = (
+                status,
+                out,
+            )  # the name may be longer or shorter, so the length is not known yet
+        else:
+            self._exchange.start(status, out, length=length)
 
     def on_body(self, data: bytes) -> None:
         """Pass bytes on."""
@@ -213,6 +228,8 @@ class Relay:
             ready = watcher.feed(data)
         exchange = self._exchange
         if ready:
+            if self._shown_model is not None:
+                ready = rename_event_models(ready, self._shown_model)
             exchange.write(ready)
         if watcher.is_terminated:
             self._note_usage()
@@ -233,6 +250,12 @@ class Relay:
             self._remaining -= len(data)
         if self._json is not None:
             self._json.feed(data)
+        if self._withheld is not None:
+            self._kept.append(data)
+            self._kept_bytes += len(data)
+            if self._kept_bytes > self._event_bytes_max:
+                self._give_up(Unavailable("The provider's answer is too large.", reason="event_too_large"))
+            return
         if self._kept_bytes >= 0 and (self._decoder is None or self._shows_decoded):
             self._kept.append(data)
             self._kept_bytes += len(data)
@@ -278,15 +301,24 @@ class Relay:
         exchange.end()
 
     def _end_plain(self) -> None:
+        exchange = self._exchange
         if (self._json is not None and not self._json.is_complete) or self._remaining:
             self._note_truncated()
-            self._exchange.cut()
+            if exchange.is_started:
+                exchange.cut()
+            else:
+                self._fail(exchange, error_of_stream(_TRUNCATED))
             return
-        if self._kept_bytes > 0 and self._handle is not None:
-            usage = usage_of_body(self._kept[0] if len(self._kept) == 1 else b"".join(self._kept))
+        whole = self._kept[0] if len(self._kept) == 1 else b"".join(self._kept)
+        if whole and self._handle is not None:
+            usage = usage_of_body(whole)
             if usage is not None:
                 self._handle.note_usage(usage)
-        self._exchange.end()
+        if self._withheld is not None and self._shown_model is not None:
+            status, headers = self._withheld
+            exchange.respond(status, headers, rename_model(whole, self._shown_model))
+        else:
+            exchange.end()
 
     def _give_up(self, error: IopError) -> None:
         """End an answer that has begun and that we cannot go on with."""
@@ -294,8 +326,10 @@ class Relay:
         if self._mode is _Mode.EVENTS and self._watcher is not None:
             self._exchange.write(error_event(error, self._dialect, newline=self._watcher.newline))
             self._exchange.end()
-        else:
+        elif self._exchange.is_started:
             self._exchange.cut()
+        else:
+            self._fail(self._exchange, error)
         if self._handle is not None:
             self._handle.cancel(CancelReason.CLIENT_GONE)
 

@@ -1,0 +1,62 @@
+"""The opt-in rule ``response_model: alias``: callers read the name they used, in every body and every event
+(SF-15).
+
+Only the bytes of the name change, by the same walk that replaces it in requests; a body that cannot be read
+so passes as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+from iop.api.http.splice import find_value
+from iop.core.errors import InvalidRequest
+
+__all__ = ["rename_event_models", "rename_model"]
+
+_DECODER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_DATA_LINE: Final = re.compile(rb"^data: ?(\{.*\})[ \t]*\r?$", re.MULTILINE)
+_NESTED: Final = ("message", "response")
+"""Members that hold an answer object of their own: the start event of Messages, all events of Responses."""
+
+
+def rename_model(data: bytes, name: bytes) -> bytes:
+    """``data`` with the JSON text ``name`` as its ``model``; the same bytes where there is none."""
+    spans = _spans(data, depth=0)
+    if not spans:
+        return data
+    parts = []
+    position = 0
+    for start, end in sorted(spans):
+        parts += [data[position:start], name]
+        position = end
+    return b"".join([*parts, data[position:]])
+
+
+def rename_event_models(events: bytes, name: bytes) -> bytes:
+    """Whole events with the JSON text ``name`` as the model of each; comments and other lines stay as they
+    are.
+    """
+    if b'"model"' not in events:
+        return events
+    return _DATA_LINE.sub(lambda line: line[0].replace(line[1], rename_model(line[1], name), 1), events)
+
+
+def _spans(data: bytes, *, depth: int) -> list[tuple[int, int]]:
+    try:
+        raw = _DECODER.decode(data)
+        spans = []
+        model = raw.get("model")
+        if model is not None and bytes(model)[:1] == b'"':
+            spans.append(find_value(data, raw, "model"))
+        for key in _NESTED if depth == 0 else ():
+            value = raw.get(key)
+            if value is not None and bytes(value)[:1] == b"{":
+                offset = find_value(data, raw, key)[0]
+                spans += [(offset + start, offset + end) for start, end in _spans(bytes(value), depth=1)]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequest):
+        return []
+    return spans
