@@ -402,6 +402,13 @@ class FakeFleet:
                 if does:
                     rank.staged, rank.staged_by = content_of(source), operation_id
                     rank.held = rank.content
+            case ApplyWeightsStep() if rank.staged_by != operation_id:
+                error = ParticipantError(
+                    code=AdminErrorCode.PARTICIPANT_FAILED,
+                    message="nothing was staged for this operation",
+                    step=ParticipantPhase.APPLYING,
+                )
+                return ParticipantOutcome(participant_id=me, error=error, changed=False)
             case ApplyWeightsStep(source=source, restores_weights=restores):
                 if does:
                     rank.content = rank.staged or content_of(source)
