@@ -36,7 +36,7 @@ from iop.node.node import Node, NodeIdentity
 from iop.node.supervisor import ReconnectPolicy
 from iop.testing.http_site import RawCaller, SystemClock, eventually
 from iop.testing.stub_engine import StubEngine
-from iop.wire.messages import AdapterConfig, NodeConfig, OpenAICompatSettings
+from iop.wire.messages import AdapterConfig, NodeConfig, OllamaSettings, OpenAICompatSettings
 
 TOKEN = "node-secret"
 KEY = ProviderKey(node=NodeId("gpu-1"), provider=ProviderId("main"))
@@ -103,23 +103,26 @@ def post(body: bytes, *headers: bytes, path: str = "/v1/chat/completions") -> by
     return b"\r\n".join(lines) + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
-def snapshot(endpoint: str, *, capacity: int, **model: object) -> EdgeSnapshot:
+def snapshot(endpoint: str, *, capacity: int, is_ollama: bool, **model: object) -> EdgeSnapshot:
+    kind = "ollama" if is_ollama else "openai_compat"
     adapter = AdapterConfig(
         name="main",
-        type="openai_compat",
+        type=kind,
         capacity=capacity,
         targets=("org/Real-8B-Instruct",),
-        settings=OpenAICompatSettings(
+        settings=OllamaSettings(endpoint=endpoint)
+        if is_ollama
+        else OpenAICompatSettings(
             endpoint=endpoint, api_key="upstream-secret", protocol_profile=DEFAULT_PROFILE
         ),
     )
     spec = AdapterSpec(
         provider=ProviderId("main"),
-        type="openai_compat",
+        type=kind,
         category="api",
-        route=Route.TUNNEL,
+        route=Route.RUN if is_ollama else Route.TUNNEL,
         capacity=capacity,
-        profile_operations=frozenset(DEFAULT_PROFILE.operations),
+        profile_operations=frozenset() if is_ollama else frozenset(DEFAULT_PROFILE.operations),
     )
     fast = ModelSpec(
         id=ModelId("fast"),
@@ -150,13 +153,14 @@ async def fleet_of(
     keys: tuple[ApiKeySpec, ...] = (),
     limits: HttpLimits | None = None,
     dispatch_limits: DispatchLimits | None = None,
+    is_ollama: bool = False,
     **model: object,
 ) -> AsyncIterator[HttpFleet]:
     limits = limits or HttpLimits()
     numbers = itertools.count(1)
     clock = SystemClock()
     async with asyncio.timeout(60), StubEngine() as stub:
-        config = snapshot(stub.endpoint, capacity=capacity, **model)
+        config = snapshot(stub.endpoint, capacity=capacity, is_ollama=is_ollama, **model)
         if dispatch_limits is not None:
             config = replace(config, limits=dispatch_limits)
         async with (
