@@ -108,7 +108,6 @@ class EdgeStream:
         "_upload",
         "_upload_credit",
         "_upload_offset",
-        "_upload_prefix",
         "is_cancelled",
         "is_ended",
         "is_forgotten",
@@ -129,10 +128,10 @@ class EdgeStream:
         self.stream_id = stream_id
         self.key = stream_id.encode()
         self.opening: bytes | None = opening
-        self._upload = ByteQueue(upload)
+        # Most streams have no upload, and each object costs on the path of every request.
+        self._upload = ByteQueue(upload) if upload else None
         self._upload_offset = 0
-        self._upload_credit = SendCredit(window_bytes)
-        self._upload_prefix = codec.string_field(0x0A, stream_id)
+        self._upload_credit = SendCredit(window_bytes) if upload else None
         self.window = ReceiveWindow(window_bytes)
         self._expected = 1
         self._started = False
@@ -148,12 +147,15 @@ class EdgeStream:
     @property
     def can_send(self) -> bool:
         """Whether the opening packet or upload bytes with credit wait."""
-        return self.opening is not None or (self._upload.size > 0 and self._upload_credit.available > 0)
+        if self.opening is not None:
+            return True
+        upload, credit = self._upload, self._upload_credit
+        return upload is not None and credit is not None and upload.size > 0 and credit.available > 0
 
     @property
     def upload_bytes_left(self) -> int:
         """Body bytes that were not handed to the socket yet."""
-        return self._upload.size
+        return 0 if self._upload is None else self._upload.size
 
     def pull(self, out: list[Any], budget: int) -> int:
         """The opening packet, or one continuation frame."""
@@ -165,28 +167,35 @@ class EdgeStream:
             self.opening = None
             self.is_handed_over = True
             return len(opening)
-        if out and budget < SMALLEST_CUT_BYTES:
+        upload, credit = self._upload, self._upload_credit
+        if upload is None or credit is None or (out and budget < SMALLEST_CUT_BYTES):
             return 0
-        size = min(self._upload.size, self._upload_credit.available, BODY_FRAME_BYTES_MAX, max(budget, 1))
+        size = min(upload.size, credit.available, BODY_FRAME_BYTES_MAX, max(budget, 1))
+        prefix = codec.string_field(0x0A, self.stream_id)
         head, tail = codec.chunk_frame_head_and_tail(
-            self._upload_prefix, self._upload_offset, size, last=size == self._upload.size
+            prefix, self._upload_offset, size, last=size == upload.size
         )
-        self._upload_credit.spend(size)
+        credit.spend(size)
         self._upload_offset += size
         out.append(head)
-        self._upload.take(size, out)
+        upload.take(size, out)
         if tail:
             out.append(tail)
         return len(head) + size + len(tail)
 
     def grant_upload(self, size_bytes: int) -> None:
         """The Node took continuation bytes. Raises RemoteProtocolError for more than it was sent."""
+        if self._upload_credit is None:
+            raise RemoteProtocolError(
+                "Credit came for a stream without an upload.", reason="CREDIT_OVERGRANTED"
+            )
         self._upload_credit.grant(size_bytes)
 
     def drop_unsent(self) -> None:
         """Forget what was not handed to the socket (EN-106)."""
         self.opening = None
-        self._upload.clear()
+        if self._upload is not None:
+            self._upload.clear()
 
     # -- receiving --
 
