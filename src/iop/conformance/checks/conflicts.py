@@ -1,0 +1,61 @@
+"""Operations that overlap (AD-18)."""
+
+from __future__ import annotations
+
+import grpc
+
+from iop.conformance.bench import Bench
+from iop.conformance.messages import pb
+from iop.conformance.model import CheckSkipped, check, require
+
+PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
+
+
+@check("AD-18-in-progress")
+async def overlapping_operations_are_refused(bench: Bench) -> None:
+    """An operation that overlaps a running one is FAILED_PRECONDITION (OPERATION_IN_PROGRESS) with its id."""
+    offer = await bench.offer()
+    offer.need("FlushCaches")
+    async with bench.running(offer) as running:
+        key = bench.key()
+        answer = await bench.call("FlushCaches", offer.flush(key))
+        answer.refused(PRECONDITION, reason="OPERATION_IN_PROGRESS", where="an overlap with a running pause")
+        require(answer.names(running.operation_id), saw=answer.told(), wants=f"the id {running.operation_id}")
+        await running.finish()
+        later = await bench.call("FlushCaches", offer.flush(key))
+        require(
+            later.is_ok, saw=f"refused afterwards: {later.told()}", wants="acceptance once nothing overlaps"
+        )
+
+
+@check("AD-18-takeover", clauses=["AD-41"])
+async def a_harder_pause_takes_over(bench: Bench) -> None:
+    """A harder pause over one's own running pause is accepted; the older one ends cancelled, naming it."""
+    offer = await bench.offer()
+    if pb.PAUSE_MODE_ABORT not in offer.common("Pause", "pause_modes"):
+        raise CheckSkipped("ABORT is not offered")
+    async with bench.running(offer) as running:
+        harder = bench.open("Pause", offer.pause(bench.key(), mode=pb.PAUSE_MODE_ABORT))
+        first = await harder.first()
+        older = await running.stream.rest()
+        end = older.terminal
+        require(
+            end.HasField("cancelled"),
+            saw=f"the older pause end {end.WhichOneof('event')}",
+            wants="cancelled by its successor",
+        )
+        require(
+            end.cancelled.superseded_by == first.operation_id,
+            saw=f"superseded_by {end.cancelled.superseded_by!r}",
+            wants=f"{first.operation_id}",
+        )
+        await bench.let_go()
+        done = await harder.rest()
+        epoch = done.completed.result.pause.pause_epoch
+    active = {p.pause_epoch: p.operation_id for p in (await bench.profile()).pauses}
+    require(
+        active.get(epoch) == first.operation_id and running.operation_id not in active.values(),
+        saw=f"the pauses {active}",
+        wants="the successor's alone",
+    )
+    await bench.resumed(offer, epoch)

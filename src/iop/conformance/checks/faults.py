@@ -1,0 +1,163 @@
+"""One rank fails (AD-29 to AD-32)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from iop.conformance.bench import SETTLE_TIMEOUT_S, Bench
+from iop.conformance.hooks import HookName
+from iop.conformance.model import CheckNotRun, check, require
+from iop.conformance.offer import Offer
+from iop.conformance.wire import Answer
+
+DEADLINE_MS = 4_000
+"""Of operations that a rank may hang."""
+
+
+def _need_hook(bench: Bench) -> None:
+    if not bench.hooks.has(HookName.FAIL_RANK):
+        raise CheckNotRun("needs --hook fail-rank=CMD")
+
+
+def _failed(answer: Answer, asked: Sequence[str]) -> Any:
+    """The error of a partial failure, which must name who failed."""
+    end = answer.terminal
+    require(
+        end.HasField("failed"),
+        saw=f"{answer.rpc} end {end.WhichOneof('event')} while a rank failed",
+        wants="failed: complete only when all ranks commit (AD-30)",
+    )
+    error = end.failed.error
+    require(error.participants, saw="an error that names nobody", wants="the ranks that failed")
+    require(
+        set(error.participants) <= set(asked),
+        saw=f"{list(error.participants)} named",
+        wants="ranks of the operation",
+    )
+    return error
+
+
+async def _told_per_rank(bench: Bench, answer: Answer, error: Any) -> None:
+    operation = await bench.get(answer.operation_id)
+    with_error = {p.participant_id for p in operation.participants if p.HasField("error")}
+    silent = set(error.participants) - with_error
+    require(
+        not silent, saw=f"{sorted(silent)} failed without an error of their own", wants="each one's error"
+    )
+
+
+async def _left_as_told(bench: Bench, answer: Answer, error: Any, revision: int) -> None:
+    profile = await bench.profile()
+    ill = {p.participant_id for p in profile.participants if p.quarantined}
+    require(
+        set(error.quarantined) <= ill,
+        saw=f"{list(error.quarantined)} said to be quarantined, {sorted(ill)} shown",
+        wants="what the error says",
+    )
+    left = [p.pause_epoch for p in profile.pauses if p.operation_id == answer.operation_id]
+    require(not left, saw=f"the pause {left} of a failed operation in force", wants="it undone (AD-29)")
+    require(
+        error.rolled_back != bool(error.quarantined),
+        saw=f"rolled_back={error.rolled_back} with {list(error.quarantined)} quarantined",
+        wants="rolled back and proven, or quarantined and named",
+    )
+    risen = profile.revision - revision
+    require(
+        risen == (0 if error.rolled_back else 1),
+        saw=f"the revision risen by {risen} with rolled_back={error.rolled_back}",
+        wants="one exactly if something was left changed (AD-13)",
+    )
+    if error.rolled_back:
+        held = [p.participant_id for p in profile.participants if p.paused or p.quarantined]
+        require(
+            not held, saw=f"rolled back, and yet {held} paused or quarantined", wants="the state before it"
+        )
+
+
+@check("AD-31-partial-pause", clauses=["AD-29", "AD-30", "AD-13"], timeout_s=200.0)
+async def a_partial_pause_fails_closed(bench: Bench) -> None:
+    """A pause of which one rank fails: failed, the rank named, undone or quarantined as the error says."""
+    _need_hook(bench)
+    offer = await bench.offer()
+    offer.need("Pause", "Resume")
+    revision = offer.profile.revision
+    async with bench.failing_rank():
+        request = offer.pause(bench.key(), deadline_ms=DEADLINE_MS)
+        answer = await bench.call("Pause", request, timeout_s=SETTLE_TIMEOUT_S)
+        error = _failed(answer, offer.ids("Pause"))
+        await _told_per_rank(bench, answer, error)
+        await _left_as_told(bench, answer, error, revision)
+
+
+@check("AD-31-healed", clauses=["AD-29"], timeout_s=200.0)
+async def a_retry_heals(bench: Bench) -> None:
+    """After the fault the same operation under a new key completes, and nobody stays quarantined."""
+    _need_hook(bench)
+    offer = await bench.offer()
+    offer.need("Pause", "Resume")
+    async with bench.failing_rank():
+        request = offer.pause(bench.key(), deadline_ms=DEADLINE_MS)
+        _failed(await bench.call("Pause", request, timeout_s=SETTLE_TIMEOUT_S), offer.ids("Pause"))
+    await bench.until_back(len(offer.participants))
+    again = await bench.call("Pause", offer.pause(bench.key()), timeout_s=SETTLE_TIMEOUT_S)
+    epoch = again.completed.result.pause.pause_epoch
+    ill = [p.participant_id for p in (await bench.profile()).participants if p.quarantined]
+    require(
+        not ill, saw=f"{ill} quarantined after an operation over them completed", wants="quarantine ended"
+    )
+    await bench.resumed(offer, epoch)
+
+
+@check("AD-40-partial-flush", clauses=["AD-29", "AD-31"], timeout_s=200.0)
+async def a_partial_flush_is_no_success(bench: Bench) -> None:
+    """A flush of which one rank fails is not success, and the rank is named."""
+    _need_hook(bench)
+    offer = await bench.offer()
+    offer.need("FlushCaches")
+    async with bench.failing_rank():
+        request = offer.flush(bench.key(), deadline_ms=DEADLINE_MS)
+        answer = await bench.call("FlushCaches", request, timeout_s=SETTLE_TIMEOUT_S)
+        error = _failed(answer, offer.ids("FlushCaches"))
+        await _told_per_rank(bench, answer, error)
+
+
+@check("AD-32-partial-update", clauses=["AD-31", "AD-38"], timeout_s=240.0)
+async def a_partial_update_is_undone(bench: Bench) -> None:
+    """An update of which one rank fails: the old version stays published, ranks old or quarantined, the retry works."""
+    _need_hook(bench)
+    offer = await bench.offer()
+    offer.need("UpdateWeights")
+    if bench.target.checkpoints is None:
+        raise CheckNotRun("needs --checkpoint-a PATH and --checkpoint-b PATH")
+    first, second = bench.target.checkpoints
+    before = _version(offer)
+    async with bench.failing_rank():
+        request = offer.update(bench.key(), version=bench.key(), path=second, deadline_ms=DEADLINE_MS)
+        answer = await bench.call("UpdateWeights", request, timeout_s=SETTLE_TIMEOUT_S)
+        error = _failed(answer, offer.ids("UpdateWeights"))
+        await _told_per_rank(bench, answer, error)
+        now = await bench.offer()
+        require(
+            _version(now) == before, saw=f"version {_version(now)} published", wants=f"{before}, as before"
+        )
+        mixed = [
+            p.participant_id
+            for p in now.participants
+            if p.weight_version == request.weight_version and not p.quarantined
+        ]
+        require(
+            not mixed,
+            saw=f"{mixed} at the failed version and not quarantined",
+            wants="all old, or quarantined",
+        )
+    await bench.until_back(len(offer.participants))
+    for path in (second, first):
+        retry = (await bench.offer()).update(bench.key(), version=bench.key(), path=path)
+        done = await bench.call("UpdateWeights", retry, timeout_s=SETTLE_TIMEOUT_S)
+        require(done.completed, saw="nothing", wants="the retry to complete")
+
+
+def _version(offer: Offer) -> str:
+    model = offer.model
+    return next((str(w.weight_version) for w in offer.profile.weights if w.model == model), "")
