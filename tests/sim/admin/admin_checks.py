@@ -16,6 +16,7 @@ from iop.admin.enums import (
     WeightRetention,
 )
 from iop.admin.reconcile import divergence
+from iop.admin.records import OperationRecord
 from iop.admin.requests import (
     AllTargets,
     DiskSource,
@@ -32,6 +33,13 @@ from iop.admin.requests import (
     StartProfileRequest,
     StopProfileRequest,
     UpdateWeightsRequest,
+)
+from iop.admin.results import (
+    EventBody,
+    OperationAccepted,
+    OperationCancelled,
+    OperationCompleted,
+    OperationFailed,
 )
 from iop.admin.targets import by_group
 from iop.testing.admin_world import AdminWorld
@@ -160,16 +168,50 @@ async def at_rest(world: AdminWorld, *, within_s: float = 1000.0) -> None:
     await world.settle(5.0)
 
 
+def _left_something(record: OperationRecord, ended: EventBody) -> bool:
+    """Whether the end says that something is different from before (AD-13)."""
+    match ended:
+        case OperationCompleted():
+            return True
+        case OperationFailed(error=error):
+            return not error.rolled_back
+        case OperationCancelled(rolled_back=rolled_back):
+            return not rolled_back
+        case _:
+            raise AssertionError(f"{record.operation_id} did not end")
+
+
+def _check_operation(world: AdminWorld, record: OperationRecord) -> bool:
+    """Events, terminal event and steps of one operation; returns whether it left something."""
+    events = world.store.events[record.operation_id]
+    assert record.moves.state.is_terminal
+    assert [e.sequence for e in events] == list(range(1, len(events) + 1))
+    assert [e.is_terminal for e in events] == [False] * (len(events) - 1) + [True]
+    assert [isinstance(e.event, OperationAccepted) for e in events] == [True] + [False] * (len(events) - 1)
+    ended = events[-1].event
+    if isinstance(ended, OperationCompleted):
+        steps = list(world.store.step_records[record.operation_id].values())
+        for index, phase in enumerate(record.spec.phases):
+            groups = record.spec.groups
+            chosen = groups if phase.groups is None else [groups[i] for i in phase.groups]
+            for group in chosen:
+                assert any(
+                    s.phase_index == index
+                    and s.group_id == group.group_id
+                    and s.result is not None
+                    and all(o.error is None for o in s.result.participants)
+                    for s in steps
+                ), f"{record.operation_id} completed without phase {index} on {group.group_id}"
+    return _left_something(record, ended)
+
+
 async def check_at_rest(world: AdminWorld) -> None:
     """Every promise that can be checked on a world in which nothing runs."""
     store = world.store
-    for operation_id, record in store.records.items():
-        events = store.events[operation_id]
-        assert [e.sequence for e in events] == list(range(1, len(events) + 1))
-        assert [e.is_terminal for e in events] == [False] * (len(events) - 1) + [True], operation_id
-        assert record.moves.state.is_terminal
-    revisions = [r.moves.revision_after for r in store.records.values() if r.moves.revision_after is not None]
-    assert store.desired.revision == max(revisions, default=0)
+    left = sum(_check_operation(world, record) for record in store.records.values())
+    assert store.desired.revision == left
+    assert all(p.settled for p in store.desired.pauses.values())
+    assert all(r.settled for r in store.desired.releases.values())
     desired = store.desired
     fleet = world.fleet
     for group, members in by_group(fleet.participants()).items():
