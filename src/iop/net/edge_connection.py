@@ -33,7 +33,8 @@ from iop.wire.messages import (
 )
 from iop.wire.session import SessionSettings
 from iop.wire.session_edge import EdgeSession
-from iop.wire.streams import EdgeStream, StreamKind
+from iop.wire.stream_edge import EdgeStream
+from iop.wire.streams import StreamKind
 
 _LOST: Final = "The connection to the Node ended before it answered."
 

@@ -35,7 +35,8 @@ from iop.wire.messages import (
 )
 from iop.wire.session import SessionSettings
 from iop.wire.session_node import NodeSession
-from iop.wire.streams import NodeStream, StreamKind
+from iop.wire.stream_node import NodeStream
+from iop.wire.streams import StreamKind
 
 _BUG: Final = "The Node failed to serve this; its log says why."
 

@@ -28,7 +28,8 @@ from iop.wire.messages import (
     StreamError,
     Usage,
 )
-from iop.wire.streams import EdgeStream, NodeStream
+from iop.wire.stream_edge import EdgeStream
+from iop.wire.stream_node import NodeStream
 
 # ---- both sides ----
 

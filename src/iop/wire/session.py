@@ -32,7 +32,9 @@ from iop.wire.handshake import step as handshake_step
 from iop.wire.messages import CloseReason, NodeRuntime, Readiness
 from iop.wire.packets import Goodbye, Heartbeat, Message, Unknown
 from iop.wire.scheduler import Scheduler
-from iop.wire.streams import WINDOW_BYTES_MIN, EdgeStream, NodeStream
+from iop.wire.stream_edge import EdgeStream
+from iop.wire.stream_node import NodeStream
+from iop.wire.streams import WINDOW_BYTES_MIN
 
 SECOND_LOOK_S: Final = 0.1
 """How long before the heartbeat timeout a silent peer is looked at first; also what counts as our own stall."""

@@ -55,7 +55,8 @@ from iop.wire.packets import (
     TunnelFrame,
 )
 from iop.wire.session import READY, REGISTERED, Legal, Role, Session, SessionSettings
-from iop.wire.streams import EdgeStream, StreamKind, step_key
+from iop.wire.stream_edge import EdgeStream
+from iop.wire.streams import StreamKind, step_key
 
 READY_REQUESTS_MAX: Final = 16
 """Ready requests that may wait for an answer; a Node repeats itself seldom (EN-14)."""

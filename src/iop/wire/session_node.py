@@ -46,7 +46,8 @@ from iop.wire.packets import (
     StreamCredit,
 )
 from iop.wire.session import READY, Legal, Role, Session, SessionSettings
-from iop.wire.streams import NodeStream, StreamKind, step_key
+from iop.wire.stream_node import NodeStream
+from iop.wire.streams import StreamKind, step_key
 
 ENDED_RUNS_MAX: Final = 8192
 """Run ids remembered after their end, so that a repeated opening packet has no second effect (EN-108)."""

@@ -14,7 +14,9 @@ from iop.testing.packets import SessionPair
 from iop.wire import events
 from iop.wire import messages as m
 from iop.wire.session import SessionSettings
-from iop.wire.streams import EdgeStream, NodeStream, StreamKind
+from iop.wire.stream_edge import EdgeStream
+from iop.wire.stream_node import NodeStream
+from iop.wire.streams import StreamKind
 
 WINDOW = 4096
 SETTINGS = SessionSettings(stream_window_bytes=WINDOW)

@@ -16,7 +16,9 @@ from iop.wire import messages as m
 from iop.wire import packets as p
 from iop.wire.frames import frame
 from iop.wire.session import SessionSettings
-from iop.wire.streams import EdgeStream, NodeStream, StreamKind
+from iop.wire.stream_edge import EdgeStream
+from iop.wire.stream_node import NodeStream
+from iop.wire.streams import StreamKind
 
 WINDOW = 8192
 SETTINGS = SessionSettings(stream_window_bytes=WINDOW)
