@@ -1,7 +1,7 @@
 """What both sides' streams share; see ``stream_edge`` and ``stream_node``.
 
 A stream is one run, tunnel, artifact fetch or admin step's payload on a connection. Each side's is a lane of the
-scheduler. Frames are cut and numbered only when they are pulled, so that small pieces of one loop turn share a frame and
+scheduler. Frames are cut and numbered only when they are pulled, so that small pieces of one turn share a frame and
 a cancel can still drop what is unsent.
 """
 
