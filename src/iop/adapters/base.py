@@ -18,7 +18,7 @@ gate slot until nothing of the work is left at the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
 from typing import Protocol
@@ -115,11 +115,13 @@ class AdapterServices:
 
     Attributes:
         clock: the only source of time.
+        environment: the Node process's own variables, of which a config may let some through to an agent.
         on_change: say that the snapshot or the participants changed; level-triggered, cheap, may be called
             often.
     """
 
     clock: Clock
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     on_change: Callable[[], None] = field(default=lambda: None)
 
 

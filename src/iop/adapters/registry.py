@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from iop.adapters.base import Adapter, AdapterServices
+from iop.adapters.cli import CliAdapter
 from iop.adapters.ollama import OllamaAdapter
 from iop.adapters.openai_compat import OpenAICompatAdapter
 from iop.adapters.openengine.adapter import OpenEngineAdapter
@@ -41,6 +42,7 @@ ADAPTERS: Final[Mapping[str, AdapterFactory]] = MappingProxyType(
         "openai_compat": _openai_compat,
         "openengine": _openengine,
         "ollama": OllamaAdapter,
+        "cli": CliAdapter,
         "vllm": _openai_compat,
         "sglang": _openai_compat,
         "trtllm": _openai_compat,

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, assert_never
 
@@ -102,6 +103,7 @@ class Node:
         codec: admin records to bytes and back.
         clock: time.
         rng: for jitter.
+        environment: variables that a config may let through to command-line agents.
         stop_grace_s: how long runs may finish at a shutdown.
     """
 
@@ -115,6 +117,7 @@ class Node:
         codec: StepCodec,
         clock: Clock,
         rng: random.Random,
+        environment: Mapping[str, str] | None = None,
         stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
         self._identity = identity
@@ -123,6 +126,7 @@ class Node:
         self._codec = codec
         self._clock = clock
         self._rng = rng
+        self._environment = dict(environment or {})
         self._stop_grace_s = stop_grace_s
         self._supervision = Supervision(policy=policy)
         self._events: deque[LinkEvent] = deque()
@@ -163,9 +167,10 @@ class Node:
     async def run(self) -> int:
         """Serve until stopped or until nothing more can be done. Returns the process's exit code (EN-24)."""
         async with OwnedTasks() as tasks:
-            providers = ProviderSet(
-                self._make_adapter, AdapterServices(clock=self._clock, on_change=self._on_change), tasks
+            services = AdapterServices(
+                clock=self._clock, environment=self._environment, on_change=self._on_change
             )
+            providers = ProviderSet(self._make_adapter, services, tasks)
             work = NodeWork(providers, tasks)
             steps = StepRunner(providers, work, self._codec, tasks)
             commands = CommandDesk(providers, work, steps, self._codec, self._transport)
