@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from iop import __version__
-from iop.cli import process_commands, status_command
+from iop.cli import conformance_command, process_commands, status_command
 from iop.cli.admin_commands import admin_app
 from iop.cli.audit_command import audit_app
 from iop.cli.config_commands import config_app
@@ -33,6 +33,7 @@ app = typer.Typer(
 )
 process_commands.register(app)
 status_command.register(app)
+conformance_command.register(app)
 app.add_typer(config_app, name="config")
 admin_app.add_typer(audit_app, name="audit")
 app.add_typer(admin_app, name="admin")

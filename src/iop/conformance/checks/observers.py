@@ -151,10 +151,10 @@ async def watch_goes_live(bench: Bench) -> None:
     offer = await bench.offer()
     async with bench.running(offer) as running:
         last = (await bench.get(running.operation_id)).last_sequence
-        request = pb.WatchAdminOperationRequest(operation_id=running.operation_id)
-        whole = bench.open("WatchOperation", request)
-        request.after_sequence = last
-        later = bench.open("WatchOperation", request)
+        everything = pb.WatchAdminOperationRequest(operation_id=running.operation_id)
+        whole = bench.open("WatchOperation", everything)
+        the_rest = pb.WatchAdminOperationRequest(operation_id=running.operation_id, after_sequence=last)
+        later = bench.open("WatchOperation", the_rest)
         told = await running.finish()
         require(told.completed, saw="nothing", wants="completion")
         same_events(told, await whole.rest(), when="by a watcher from the start")

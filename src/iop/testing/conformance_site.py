@@ -1,0 +1,214 @@
+"""A right admin server in one process, for the conformance suite: core, gRPC surface, a fleet in memory, every hook.
+
+    async with ConformanceSite().running() as site:
+        bench = Bench(site.target(), site.hooks)
+
+`Recipe` says what the server is made of; `iop.testing.wrong_servers` spoils one part at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from iop.admin.core import AdminCore
+from iop.admin.enums import AdminErrorCode, BusyPolicy, CacheOutcome, ParticipantPhase, PauseMode
+from iop.admin.participant import ProgressSink
+from iop.admin.permissions import PRESETS
+from iop.admin.results import CacheResult, ParticipantError
+from iop.admin.steps import (
+    CommitWeightsStep,
+    FlushStep,
+    ParticipantOutcome,
+    PauseStep,
+    PrepareWeightsStep,
+    Step,
+    StepCall,
+    StepResult,
+)
+from iop.api.grpc.auth import PrincipalDirectory, PrincipalGrant, secret_sha256
+from iop.api.grpc.listeners import admin_listener
+from iop.api.grpc.server import GrpcListener, ListenerSettings
+from iop.conformance.bench import Target
+from iop.conformance.hooks import HookName, HookPhase
+from iop.core.ids import OperationId
+from iop.testing.admin_world import LoopClock
+from iop.testing.fake_participants import FakeFleet, FakeRank, FaultKind, content_of
+from iop.testing.memory_journal import MemoryJournal, MemoryStore
+from iop.testing.tcp_relay import TcpRelay
+
+__all__ = ["CHECKPOINTS", "TOKENS", "ConformanceSite", "Recipe", "SiteFleet"]
+
+TOKENS: Final[Mapping[str, str]] = {role: f"{role}-token" for role in PRESETS}
+CHECKPOINTS: Final = ("/weights/first", "/weights/second")
+FAILING: Final = "a/1"
+FAILING_STEPS: Final = ("PauseStep", "FlushStep", "VerifyWeightsStep", "ReleaseStep", "ReconfigureStep")
+COMMIT_S: Final = 0.05
+"""How long the fleet takes to publish a version: long enough to be seen past its point of no return."""
+
+
+class SiteFleet(FakeFleet):
+    """A fleet whose drains can be made to wait, as if requests ran."""
+
+    def __init__(self) -> None:
+        super().__init__({"a": 2, "b": 2})
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def execute(self, call: StepCall, report: ProgressSink) -> StepResult:
+        """As the driver port says; a drain waits for work that runs."""
+        match call.body:
+            case PauseStep(pause=spec) if spec.mode is PauseMode.DRAIN:
+                await self.free.wait()
+            case CommitWeightsStep():
+                await asyncio.sleep(COMMIT_S)
+            case _:
+                pass
+        return await super().execute(call, report)
+
+    def _obey(
+        self, operation_id: str, body: Step, rank: FakeRank, fault: FaultKind | None
+    ) -> ParticipantOutcome:
+        me = rank.participant_id
+        match body:
+            case FlushStep(kinds=kinds, busy_policy=BusyPolicy.FAIL) if not self.free.is_set():
+                error = ParticipantError(
+                    code=AdminErrorCode.REFUSED_BUSY, message="requests run", step=ParticipantPhase.APPLYING
+                )
+                told = tuple(
+                    CacheResult(participant_id=me, kind=k, outcome=CacheOutcome.REFUSED, detail="busy")
+                    for k in kinds
+                )
+                return ParticipantOutcome(participant_id=me, error=error, changed=False, caches=told)
+            case PrepareWeightsStep(source=source) if content_of(source).startswith("/nonexistent"):
+                error = ParticipantError(
+                    code=AdminErrorCode.SOURCE_UNAVAILABLE,
+                    message="no such directory",
+                    step=ParticipantPhase.PREPARING,
+                )
+                return ParticipantOutcome(participant_id=me, error=error, changed=False)
+            case _:
+                return super()._obey(operation_id, body, rank, fault)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a server is made of. Every part can be replaced by a spoilt one."""
+
+    core: Callable[..., AdminCore] = AdminCore
+    journal: Callable[..., MemoryJournal] = MemoryJournal
+    fleet: Callable[[], SiteFleet] = SiteFleet
+    operations: Callable[[AdminCore], Any] = field(default=lambda core: core)
+    listener: Callable[..., GrpcListener] = admin_listener
+
+
+class ConformanceSite:
+    """One server with its fleet and its store, behind a relay that can be cut."""
+
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        self._recipe = recipe or Recipe()
+        self.fleet = self._recipe.fleet()
+        self.store = MemoryStore()
+        self._ids = itertools.count(1)
+        self._address = "127.0.0.1:0"
+        self._relay: TcpRelay | None = None
+        self._restarting = asyncio.Event()
+        self._serving = asyncio.Event()
+        self.hooks = SiteHooks(self)
+
+    def target(self) -> Target:
+        """Where it is, with everything that the suite can be lent."""
+        assert self._relay is not None, "used outside of running()"
+        return Target(address=self._relay.address, tokens=TOKENS, checkpoints=CHECKPOINTS)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[ConformanceSite]:
+        """Serve for the block."""
+        async with asyncio.TaskGroup() as tasks:
+            server = tasks.create_task(self._serve(), name="site")
+            await self._serving.wait()
+            async with TcpRelay(self._address).running() as self._relay:
+                yield self
+            server.cancel()
+
+    async def _serve(self) -> None:
+        while True:
+            self._restarting.clear()
+            await self._serve_once()
+
+    async def _serve_once(self) -> None:
+        clock = LoopClock()
+        core = self._recipe.core(
+            journal=self._recipe.journal(self.store, unix_nanos=clock.unix_nanos),
+            driver=self.fleet,
+            clock=clock,
+            new_id=lambda: OperationId(f"op-{next(self._ids)}"),
+            owner="site",
+        )
+        settings = ListenerSettings(address=self._address, stop_grace_s=0.0)
+        listener = self._recipe.listener(self._recipe.operations(core), _principals(), settings)
+        async with asyncio.TaskGroup() as tasks:
+            runner = tasks.create_task(core.run(), name="core")
+            await core.wait_ready()
+            async with listener.serving():
+                self._address = listener.address
+                self._serving.set()
+                try:
+                    await self._restarting.wait()
+                finally:
+                    # As if killed: whatever it is doing stays undone until the next one recovers it.
+                    runner.cancel()
+                    self._serving.clear()
+
+    async def restart(self) -> None:
+        """End the server in mid-flight and start the next one on the same store and address."""
+        self._restarting.set()
+        while self._serving.is_set():
+            await asyncio.sleep(0)
+        await self._serving.wait()
+
+    def cut(self) -> None:
+        """Break all connections."""
+        assert self._relay is not None
+        self._relay.cut()
+
+
+class SiteHooks:
+    """Every hook, without a process."""
+
+    def __init__(self, site: ConformanceSite) -> None:
+        self._site = site
+
+    def has(self, name: HookName) -> bool:
+        """All of them."""
+        return name in HookName
+
+    async def run(self, name: HookName, phase: HookPhase = HookPhase.ONCE) -> None:
+        """As the port says."""
+        match name, phase:
+            case HookName.RESTART, _:
+                await self._site.restart()
+            case HookName.CUT, _:
+                self._site.cut()
+            case HookName.HOLD, HookPhase.BEGIN:
+                self._site.fleet.free.clear()
+            case HookName.HOLD, _:
+                self._site.fleet.free.set()
+            case HookName.FAIL_RANK, HookPhase.BEGIN:
+                for step in FAILING_STEPS:
+                    self._site.fleet.arm(FaultKind.ERROR, FAILING, step, once=False)
+            case HookName.FAIL_RANK, _:
+                self._site.fleet.faults.clear()
+
+
+def _principals() -> PrincipalDirectory:
+    return PrincipalDirectory(
+        [
+            PrincipalGrant(name=role, permissions=PRESETS[role], token_sha256=secret_sha256(token))
+            for role, token in TOKENS.items()
+        ]
+    )
