@@ -101,7 +101,7 @@ _STREAM_ERRORS: Final[Mapping[str, tuple[type[IopError], str]]] = {
     "edge_shutdown": (Draining, "The gateway is shutting down."),
     "aborted_by_admin": (Unavailable, "An operator ended the request."),
     "cancelled": (Unavailable, "The request was called off."),
-    "unknown_operation": (Unsupported, "The provider does not offer this operation."),
+    "operation_not_supported": (Unsupported, "The provider does not offer this operation."),
     "invalid_request": (InvalidRequest, "The provider cannot be sent this request."),
     "queue_full": (Overloaded, "The model's queue is full."),
     "queue_timeout": (Overloaded, "No provider of the model became free in time."),
@@ -117,7 +117,7 @@ _RETRY_SOON_S: Final = 1.0
 
 def error_of_stream(error: StreamError) -> IopError:
     """The error that a caller gets for one on the wire."""
-    code = error.code.lower()
+    code = "operation_not_supported" if error.code == "unknown_operation" else error.code.lower()
     kind, message = _STREAM_ERRORS.get(code, (Unavailable, "The provider failed."))
     after = _RETRY_SOON_S if kind in (Unavailable, Overloaded, Draining) else None
     return kind(message, reason=code if code in _STREAM_ERRORS else "upstream_error", retry_after_s=after)
