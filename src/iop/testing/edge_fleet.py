@@ -39,6 +39,7 @@ from iop.wire.messages import (
     CommandResponse,
     Header,
     NodeConfig,
+    NodeRuntime,
     ReadyAck,
     ReadyRequest,
     RefreshOutcome,
@@ -99,6 +100,7 @@ def snapshot_of(
     aliases: Mapping[str, Sequence[str]] | None = None,
     long_context_tokens: int | None = 1000,
     fingerprint: str = "",
+    runtime: NodeRuntime | None = None,
 ) -> EdgeSnapshot:
     """A configuration from ``node/provider`` keys and models that name them; ``node/provider*3`` is weight 3."""
     nodes: dict[NodeId, NodeSpec] = {}
@@ -110,7 +112,7 @@ def snapshot_of(
             id=NodeId(node),
             token_sha256=(sha256(TOKEN.encode()).digest(),),
             adapters=specs,
-            wire=NodeConfig(config_revision=0),
+            wire=NodeConfig(config_revision=0, runtime=runtime or NodeRuntime()),
             fingerprint=fingerprint or repr(specs),
         )
     return EdgeSnapshot(

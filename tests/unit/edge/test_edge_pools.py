@@ -480,6 +480,19 @@ def test_a_provider_that_comes_back_into_the_config_finds_its_node_connected():
     assert take(pools).generation == Generation(1)
 
 
+@pytest.mark.clause("EN-114", "AD-39")
+def test_a_gate_does_not_outlive_the_provider_that_it_held():
+    pools = one(capacity=2)
+    up(pools)
+    lease = take(pools)
+    pools.set_gates([(K1, PAUSED)], now=0.0)
+    pools.apply_snapshot(snapshot_of({}, {}, revision=2), now=1.0)
+    again = snapshot_of({"n1/main": adapter_spec("main")}, {"fast": ["n1/main"]}, revision=3)
+    pools.apply_snapshot(again, now=2.0)
+    assert lease.id in pools.leases, "its last run kept it in the books"
+    assert pools.gate_of(K1) == OPEN_GATE
+
+
 @pytest.mark.clause("EN-114")
 def test_waiters_of_a_removed_model_are_refused_and_more_capacity_serves_them():
     pools = one()

@@ -700,6 +700,7 @@ class Pools:
         )
 
     def _update_providers(self, snapshot: EdgeSnapshot) -> None:
+        before = {key for key, provider in self._providers.items() if provider.is_configured}
         for provider in self._providers.values():
             provider.is_configured = False
             provider.models = ()
@@ -719,6 +720,9 @@ class Pools:
                         models=models,
                     )
                     continue
+                if key not in before or spec.is_administered != known.spec.is_administered:
+                    # Whoever held its gate holds it no more; a gate without a holder would never open (AD-39).
+                    known.gate = RECONCILE_GATE if spec.is_administered else OPEN_GATE
                 if spec.capacity != known.spec.capacity:
                     known.capacity_override = None  # AD-47: an override holds until the file changes that key
                 if spec.long_capacity != known.spec.long_capacity:
