@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-pytest_plugins = ["clauses"]
+pytest_plugins = ["clauses", "leaks"]
