@@ -66,6 +66,7 @@ class HttpConnection(asyncio.Protocol):
         "_body",
         "_body_bytes",
         "_current",
+        "_failure",
         "_fed_bytes",
         "_handler",
         "_header_bytes",
@@ -109,6 +110,7 @@ class HttpConnection(asyncio.Protocol):
         self._ready: deque[tuple[Exchange, list[bytes], bool]] = deque()
         self._current: Exchange | None = None  # being answered
         self._backlog = bytearray()
+        self._failure: IopError | None = None  # what came after the requests that are still to be answered
         self._task: asyncio.Task[None] | None = None
         self._is_pumping = False
         self._is_paused = False
@@ -167,14 +169,14 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, or set bytes aside while an answer is on its way."""
+        reading = self._reading
+        if reading is _Reading.LINGER:
+            return
         if self._current is not None:
             self._backlog += data
             if len(self._backlog) > BACKLOG_BYTES_MAX and not self._is_backlogged:
                 self._is_backlogged = True
                 self._transport.pause_reading()
-            return
-        reading = self._reading
-        if reading is _Reading.LINGER:
             return
         if reading is _Reading.IDLE:
             self.deadline = self._server.now() + self._limits.head_timeout_s
@@ -263,6 +265,8 @@ class HttpConnection(asyncio.Protocol):
             while self._current is None and not self._is_closing:
                 if self._ready:
                     self._begin(*self._ready.popleft())
+                elif self._failure is not None:
+                    self._refuse(self._failure)
                 elif self._backlog:
                     data = bytes(self._backlog)
                     self._backlog.clear()
@@ -475,17 +479,18 @@ class HttpConnection(asyncio.Protocol):
     # ---- endings ----
 
     def _parse_failed(self, error: IopError) -> None:
-        """Refuse the request being read and read nothing after it; the answer under way is still finished."""
+        """Refuse the request being read and read nothing after it; those before it are answered first."""
         self._server.counters.refused += 1
-        self.must_close = True
         self._backlog.clear()
         exchange, self._incoming = self._incoming, None
         self._body = []
         if self._current is not None or self._ready:
             self._reading = _Reading.LINGER
+            self._failure = error
             if exchange is not None:
                 exchange.release_body()
             return
+        self.must_close = True
         if exchange is None:
             exchange = Exchange(self, NO_HEAD, started_at=self._server.now(), body_limit=0)
         self._answer_error(exchange, error)
