@@ -177,7 +177,7 @@ async def test_it_registers_starts_its_adapters_and_then_reports_ready() -> None
         assert [each.info for each in connection.reports[0].participants] == [b"r0", b"r1"]
 
 
-@pytest.mark.clause("EN-20", "EN-21", "EN-23")
+@pytest.mark.clause("EN-20", "EN-21", "EN-23", "EN-25")
 async def test_it_keeps_dialling_an_edge_that_is_not_there() -> None:
     async with running() as rig:
         rig.dialer.failures = [REFUSED] * 5
@@ -246,7 +246,7 @@ async def test_stopping_while_waiting_ends_with_0() -> None:
         assert rig.exit_code == 0
 
 
-@pytest.mark.clause("EN-23")
+@pytest.mark.clause("EN-23", "EN-25")
 async def test_after_a_ready_session_it_is_back_within_a_second() -> None:
     async with running(ReconnectPolicy(interval_s=1000, attempts_max=None)) as rig:
         connection = await rig.ready()
