@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from iop.adapters.profiles import DEFAULT_PROFILE
+from iop.adapters.registry import adapter_types
 from iop.config.tree import Adapter, EdgeConfig, Model, NodeEntry
 from iop.config.tree import ProtocolProfile as ProfileSection
 from iop.core.errors import InvalidRequest
@@ -36,7 +37,7 @@ from iop.wire.messages import (
     ProtocolProfile,
 )
 
-__all__ = ["snapshot_of"]
+__all__ = ["describe_types", "snapshot_of"]
 
 _CATEGORIES: Final = {
     "openai_compat": "api",
@@ -92,6 +93,18 @@ def snapshot_of(config: EdgeConfig, *, revision: int, now_unix_s: int) -> EdgeSn
         participant_lost_s=config.admin.participant_lost_sec,
         chars_per_token=config.dispatch.text_bytes_per_token,
     )
+
+
+def describe_types() -> list[dict[str, str]]:
+    """The adapter types of this build: type, category (EN-90), and whether it takes tunnels or runs (EN-60)."""
+    return [
+        {
+            "type": name,
+            "category": _CATEGORIES[name],
+            "route": (Route.RUN if name in _RUN_TYPES else Route.TUNNEL).value,
+        }
+        for name in adapter_types()
+    ]
 
 
 def _runtime(config: EdgeConfig) -> NodeRuntime:

@@ -26,6 +26,8 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the tree."""
     app.command("status")(status)
     app.command("explain")(explain)
+    app.command("models")(models)
+    app.command("adapters")(adapters)
 
 
 def _client(target: str | None, token: str | None) -> Any:
@@ -58,19 +60,7 @@ def status(
         empty="no nodes are configured",
     )
     data.print()
-    print_rows(
-        ("model", "providers", "waiting", "paused"),
-        (
-            (
-                model["id"],
-                ", ".join(str(provider) for provider in model["providers"]),
-                f"{model['queue_depth']}/{model['queue_max']}",
-                "yes" if model["paused"] else "no",
-            )
-            for model in shown["models"]
-        ),
-        empty="no models are configured",
-    )
+    _print_models(shown["models"])
     if leases:
         data.print()
         print_rows(
@@ -121,3 +111,49 @@ def explain(
     for candidate in shown["candidates"]:
         sign = "+" if candidate["eligible"] else "-"
         data.print(f"  {sign} {candidate['provider']}: {candidate['why']}")
+
+
+def models(as_json: Json = False, target: Target = None, token: Token = None) -> None:
+    """What callers may ask for: each model, who serves it, and how full its queue is.
+
+    Example: iop models
+    """
+    shown = _client(target, token).status()["models"]
+    if as_json:
+        print_json({"models": shown})
+        return
+    _print_models(shown)
+
+
+def _print_models(shown: list[dict[str, Any]]) -> None:
+    print_rows(
+        ("model", "providers", "waiting", "paused"),
+        (
+            (
+                str(model["id"]),
+                ", ".join(str(provider) for provider in model["providers"]),
+                f"{model['queue_depth']}/{model['queue_max']}",
+                "yes" if model["paused"] else "no",
+            )
+            for model in shown
+        ),
+        empty="no models are configured",
+    )
+
+
+def adapters(as_json: Json = False) -> None:
+    """The adapter types that a Node of this build offers, for `type` in edge.yaml.
+
+    Example: iop adapters
+    """
+    from iop.app.edge_snapshot import describe_types
+
+    types = describe_types()
+    if as_json:
+        print_json({"adapters": types})
+        return
+    print_rows(
+        ("type", "category", "route"),
+        ((entry["type"], entry["category"], entry["route"]) for entry in types),
+        empty="none",
+    )
