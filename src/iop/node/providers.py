@@ -52,6 +52,7 @@ class Provider:
         self.first_probe_done = asyncio.Event()
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
+        self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -110,12 +111,23 @@ class Provider:
         finally:
             await self.adapter.aclose()
 
+    def look_again(self) -> None:
+        """Something about the engine changed: probe it sooner."""
+        self._changed.set()
+
     async def _probe(self) -> None:
         while True:
             await self.adapter.probe()
+            self._changed.clear()
             self.first_probe_done.set()
             is_well = self.adapter.snapshot().health is Health.READY
-            await asyncio.sleep(PROBE_INTERVAL_S if is_well else PROBE_RETRY_S)
+            try:
+                async with asyncio.timeout(PROBE_INTERVAL_S if is_well else PROBE_RETRY_S):
+                    await self._changed.wait()
+                # Requests that fail by the hundred are still one reason to look.
+                await asyncio.sleep(PROBE_RETRY_S)
+            except TimeoutError:
+                pass
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error.message if isinstance(error, IopError) else "internal error"
@@ -283,7 +295,17 @@ class ProviderSet:
             _log.warning("adapter.probe_slow after_s=%s", FIRST_PROBE_S)
 
     def _launch(self, config: AdapterConfig) -> Provider:
-        provider = Provider(config, self._make(config, self._services))
+        # The adapter is made before its provider exists; what it tells until then is found by the first
+        # probe.
+        holder: list[Provider] = []
+
+        def on_change() -> None:
+            for each in holder:
+                each.look_again()
+            self._services.on_change()
+
+        provider = Provider(config, self._make(config, replace(self._services, on_change=on_change)))
+        holder.append(provider)
         task = self._tasks.create_task(provider.run(), name=f"adapter.{provider.name}")
         self._provider_tasks[provider] = task
         task.add_done_callback(lambda _: self._forget(provider))

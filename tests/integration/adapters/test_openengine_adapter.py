@@ -654,6 +654,14 @@ async def test_a_restarted_engine_has_another_instance(admin: AdminRig) -> None:
     assert {each.instance for each in back} == {"engine-2"}
 
 
+async def test_a_closed_adapter_refuses_runs_unsent(rig: RunRig) -> None:
+    await rig.adapter.aclose()
+    run = await run_to_end(rig, rig.request())
+    assert run.terminal is not None
+    assert run.terminal.error is not None
+    assert run.terminal.error.before_start
+
+
 async def test_a_closed_control_says_unavailable(admin: AdminRig) -> None:
     call = step_call(admin.adapter, ResumeStep())
     await admin.adapter.aclose()

@@ -27,6 +27,7 @@ from node_doubles import (
     tunnel_request,
 )
 
+from iop.adapters.base import Health
 from iop.admin.enums import AdmissionPolicy, PauseMode
 from iop.admin.requests import PauseSpec
 from iop.admin.steps import PauseStep
@@ -615,6 +616,18 @@ async def test_changes_are_reported_together() -> None:
         await eventually(lambda: len(connection.reports) > before)
         await asyncio.sleep(0.1)
         assert len(connection.reports) == before + 1
+
+
+async def test_an_engine_that_falls_ill_is_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("iop.node.providers.PROBE_RETRY_S", 0.01)
+    async with running() as rig:
+        connection = await rig.ready()
+        assert rig.adapter.probes == 1
+        rig.adapter.health = Health.OFFLINE
+        rig.adapter.services.on_change()
+        await eventually(lambda: rig.adapter.probes >= 3)
+        await eventually(lambda: connection.reports[-1].providers[0].status == "unavailable")
+        assert connection.reports[-1].providers[0].health == "offline"
 
 
 # ---- admin steps ----

@@ -28,7 +28,14 @@ from iop.admin.steps import ParticipantReadBack, StepCall, StepResult
 from iop.core.errors import InvalidRequest, IopError, Unsupported
 from iop.core.ids import ParticipantId, SessionId
 from iop.pb.openengine.v1 import lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
-from iop.wire.messages import AdapterConfig, OpenEngineSettings, StreamErrorCode
+from iop.wire.messages import (
+    AdapterConfig,
+    OpenEngineSettings,
+    RunEvent,
+    RunEventType,
+    StreamError,
+    StreamErrorCode,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +143,14 @@ class OpenEngineAdapter:
     async def run(self, stream: RunStream) -> None:
         """One Generate call (EN-40)."""
         if self._channel is None:
-            raise Unsupported("the adapter is closed")
+            error = StreamError(
+                code=StreamErrorCode.CONNECT_FAILED,
+                message="the adapter is closed",
+                retryable=True,
+                before_start=True,
+            )
+            stream.emit(RunEvent(type=RunEventType.ERROR, error=error))
+            return
         run = GenerateRun(stream, self._channel, api_key=self._settings.api_key, formats=self._formats)
         await run.drive()
         if run.reached_engine is False:

@@ -487,7 +487,9 @@ class OpenEngineControl:
         if self._core_channel is not None:
             instance = await self._read_instance(self._core_channel)
             if instance != self._instance:
+                _log.info("engine.instance_changed")
                 self._instance = instance
+                self._services.on_change()
                 self._frozen = 0
                 self._profiles_running.clear()
         before = self._profile
