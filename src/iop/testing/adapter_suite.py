@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -286,11 +287,12 @@ class ScriptedUpstream:
     requests: list[UpstreamRequest] = field(default_factory=list)
     connections: list[UpstreamConnection] = field(default_factory=list)
     port: int = 0
+    tls: ssl.SSLContext | None = None
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[ScriptedUpstream]:
         """Listen on a free port until the block ends."""
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.tls)
         self.port = server.sockets[0].getsockname()[1]
         try:
             yield self
@@ -304,7 +306,8 @@ class ScriptedUpstream:
     @property
     def endpoint(self) -> str:
         """Its URL."""
-        return f"http://127.0.0.1:{self.port}"
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://127.0.0.1:{self.port}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = UpstreamConnection(len(self.connections), reader, writer)
