@@ -8,17 +8,16 @@ come, then the public listeners open. Stop: the other way about, with the surfac
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from iop.admin.core import AdminCore
 from iop.api.grpc.auth import ApiKeyDirectory, PrincipalDirectory
@@ -31,14 +30,22 @@ from iop.api.http.ops import OpsServer, ops_app
 from iop.api.http.server import HttpServer
 from iop.app.edge_snapshot import snapshot_of
 from iop.app.home import open_home
-from iop.app.listening import binding, id_maker, process_owner, store_url, viewer_check
+from iop.app.listening import (
+    binding,
+    id_maker,
+    operation_ids,
+    process_owner,
+    running_core,
+    store_url,
+    viewer_check,
+)
 from iop.app.process import Process, ProcessClock, Role
 from iop.app.sources import gather
 from iop.app.translate import api_keys, file_tls, grpc_settings, http_keys, http_limits, principal_directory
 from iop.config import EdgeConfig, Loaded, load_edge
 from iop.config.values import Address
 from iop.core.errors import IopError
-from iop.core.ids import OperationId, RunId
+from iop.core.ids import RunId
 from iop.edge.edge import Edge
 from iop.edge.metrics import EdgeCollector
 from iop.net.admin_steps import AdminStepCodec
@@ -48,12 +55,9 @@ from iop.obs import Metrics
 from iop.store.journal import SqlJournal
 from iop.wire.session import SessionSettings
 
-__all__ = ["edge_role", "operation_ids", "running_core"]
+__all__ = ["edge_role"]
 
 _log = logging.getLogger(__name__)
-
-CORE_READY_TIMEOUT_S: Final = 30.0
-"""Recovery reads the journal; longer means that the store does not answer."""
 
 
 def edge_role(file: Path, *, flags: Mapping[str, tuple[str, str]], warn: Callable[[str], None]) -> Role:
@@ -304,29 +308,6 @@ class _Served:
         )
 
 
-@contextlib.asynccontextmanager
-async def running_core(core: AdminCore) -> AsyncIterator[None]:
-    """Run an operation core; inside, what it keeps closed is closed (AD-26).
-
-    Raises:
-        Unavailable: the store is held by another process, or cannot be used.
-    """
-    async with asyncio.TaskGroup() as tasks:
-        run = tasks.create_task(core.run(), name="admin core")
-        try:
-            async with asyncio.timeout(CORE_READY_TIMEOUT_S):
-                await core.wait_ready()
-            yield
-        finally:
-            run.cancel()
-
-
 def _run_ids() -> Callable[[], RunId]:
     make = id_maker("run")
     return lambda: RunId(make())
-
-
-def operation_ids() -> Callable[[], OperationId]:
-    """Ids of admin operations, unique over restarts."""
-    make = id_maker("op")
-    return lambda: OperationId(make())

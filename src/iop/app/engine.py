@@ -18,10 +18,10 @@ from iop.api.grpc.listeners import admin_listener, admin_receive_bytes_max, infe
 from iop.api.http.engine import EngineHttp
 from iop.api.http.limits import HttpLimits
 from iop.api.http.server import HttpServer
+from iop.app.addresses import binding
 from iop.app.development import ROLES
-from iop.app.edge import operation_ids, running_core
 from iop.app.home import ENGINE_FILE, RunFile, open_home, write_private
-from iop.app.listening import binding, id_maker, process_owner, store_url
+from iop.app.listening import id_maker, operation_ids, process_owner, running_core, store_url
 from iop.app.process import Process, ProcessClock, Role
 from iop.app.sources import gather
 from iop.app.translate import grpc_settings, principal_directory

@@ -2,56 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import errno
 import itertools
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Final
 
+from iop.admin.core import AdminCore
 from iop.admin.permissions import Permission, require
 from iop.api.grpc.auth import Credentials, PrincipalDirectory
-from iop.config.values import Address, StoreUrl
-from iop.core.errors import Unavailable
+from iop.config.values import StoreUrl
+from iop.core.ids import OperationId
 
-__all__ = ["binding", "id_maker", "process_owner", "store_url", "viewer_check"]
+__all__ = [
+    "binding",
+    "id_maker",
+    "operation_ids",
+    "process_owner",
+    "running_core",
+    "store_url",
+    "viewer_check",
+]
 
-_REASONS = {
-    errno.EADDRINUSE: "another process has that address",
-    errno.EADDRNOTAVAIL: "this machine has no such address",
-    errno.EACCES: "this user may not use that port",
-}
-
-
-@contextlib.contextmanager
-def binding(name: str, address: Address) -> Iterator[None]:
-    """Turn what goes wrong while a listener binds into one message that names listener, address and way out.
-
-    Raises:
-        Unavailable: ADDRESS_UNAVAILABLE.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = _REASONS.get(error.errno or 0, error.strerror or "it cannot be bound")
-        raise _unavailable(name, address, reason) from error
-    except Unavailable as error:
-        # Listeners that bind by themselves say it each in their own words; an operator sees one form.
-        if error.reason not in {"ADDRESS_IN_USE", "BIND_FAILED"}:
-            raise
-        raise _unavailable(
-            name, address, "another process has it, or it is no address of this machine"
-        ) from error
-
-
-def _unavailable(name: str, address: Address, reason: str) -> Unavailable:
-    return Unavailable(
-        f"Cannot listen on {address} ({name}): {reason}. Free it, or choose another, as in --{name} 127.0.0.1:0.",
-        reason="ADDRESS_UNAVAILABLE",
-        details={"listener": name, "address": str(address)},
-    )
+CORE_READY_TIMEOUT_S: Final = 30.0
+"""Recovery reads the journal; longer means that the store does not answer."""
 
 
 def id_maker(prefix: str) -> Callable[[], str]:
@@ -80,3 +58,26 @@ def viewer_check(principals: PrincipalDirectory) -> Callable[[str | None], None]
         require(principals.authenticate(Credentials(bearer=token)), Permission.PROFILE)
 
     return check
+
+
+@contextlib.asynccontextmanager
+async def running_core(core: AdminCore) -> AsyncIterator[None]:
+    """Run an operation core; inside, what it keeps closed is closed (AD-26).
+
+    Raises:
+        Unavailable: the store is held by another process, or cannot be used.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(core.run(), name="admin core")
+        try:
+            async with asyncio.timeout(CORE_READY_TIMEOUT_S):
+                await core.wait_ready()
+            yield
+        finally:
+            run.cancel()
+
+
+def operation_ids() -> Callable[[], OperationId]:
+    """Ids of admin operations, unique over restarts."""
+    make = id_maker("op")
+    return lambda: OperationId(make())

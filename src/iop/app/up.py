@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from iop.app.addresses import binding
 from iop.app.development import SHUTDOWN_GRACE_S, make_tokens, write_edge, write_engine, write_node
 from iop.app.home import RUN_FILE, RunFile, open_home, write_private
-from iop.app.listening import binding
 from iop.app.part import Part, how_it_ended
 from iop.app.process import Process
 from iop.app.sources import OsSecrets
