@@ -28,17 +28,10 @@ from iop.api.http.keys import ApiKeys
 from iop.api.http.openai import EdgeHttp
 from iop.api.http.ops import OpsServer, ops_app
 from iop.api.http.server import HttpServer
+from iop.app.addresses import binding
 from iop.app.edge_snapshot import snapshot_of
 from iop.app.home import open_home
-from iop.app.listening import (
-    binding,
-    id_maker,
-    operation_ids,
-    process_owner,
-    running_core,
-    store_url,
-    viewer_check,
-)
+from iop.app.listening import id_maker, operation_ids, process_owner, running_core, store_url, viewer_check
 from iop.app.process import Process, ProcessClock, Role
 from iop.app.sources import gather
 from iop.app.translate import api_keys, file_tls, grpc_settings, http_keys, http_limits, principal_directory

@@ -19,7 +19,6 @@ from iop.config.values import StoreUrl
 from iop.core.ids import OperationId
 
 __all__ = [
-    "binding",
     "id_maker",
     "operation_ids",
     "process_owner",
