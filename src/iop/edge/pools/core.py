@@ -36,6 +36,9 @@ from iop.edge.pools.queue import ClassKey, Condition, ModelQueue, WaitClass, Wai
 from iop.edge.pools.selection import Affinities, Candidate, choose
 from iop.edge.snapshot import AdapterSpec, EdgeSnapshot, ModelSpec, PoolMember
 
+COMPARED_MAX = 32
+"""Providers with room that are compared for one request. More would make each request of a large fleet pay for all."""
+
 RETRY_AFTER_MAX_S = 60.0
 """Callers are not sent away for longer: the fleet may have changed by then."""
 
@@ -120,6 +123,8 @@ class Pools:
         self._affinities = Affinities()
         self._generations: dict[NodeId, Generation] = {}
         """Of all Nodes that are activated, also while the config names no provider on them."""
+        self._timed: dict[ProviderKey, Provider] = {}
+        """Providers for which time alone changes something: a tripped breaker, a full gate on the Node."""
         self._next_waiter = 0
         self._next_number = 0
         self._picks = 0
@@ -138,16 +143,18 @@ class Pools:
         if model is None:
             return Refusal(reason=RefusalReason.MODEL_NOT_FOUND)
         key = ClassKey(demand.is_long, demand.operation)
-        lease = self._take_free(model, key, demand, now)
-        if lease is not None:
-            return lease
-        refusal = self._unservable(model, key)
-        if refusal is not None:
-            return refusal
-        condition = self._condition(model.id, key, now)
-        if condition is Condition.REJECTING:
-            return self._refusal(model, RefusalReason.PAUSED)
         queue = self._queues[model.id]
+        condition = queue.condition_of(key)
+        if condition is None:
+            lease = self._take_free(model, key, demand, now)
+            if lease is not None:
+                return lease
+            refusal = self._unservable(model, key)
+            if refusal is not None:
+                return refusal
+            condition = self._condition(model.id, key, now)
+            if condition is Condition.REJECTING:
+                return self._refusal(model, RefusalReason.PAUSED)
         if queue.depth >= model.queue.max_waiters:
             return self._refusal(model, RefusalReason.QUEUE_FULL)
         return self._enqueue(queue, key, demand, condition, now)
@@ -161,13 +168,16 @@ class Pools:
         if model is None:
             return Refusal(reason=RefusalReason.MODEL_NOT_FOUND)
         key = ClassKey(demand.is_long, demand.operation)
-        lease = self._take_free(model, key, demand, now)
-        if lease is not None:
-            return lease
-        condition = self._condition(model.id, key, now)
-        if condition is Condition.REJECTING:
-            return self._refusal(model, RefusalReason.PAUSED)
-        return self._enqueue(self._queues[model.id], key, demand, condition, now, is_returning=True)
+        queue = self._queues[model.id]
+        condition = queue.condition_of(key)
+        if condition is None:
+            lease = self._take_free(model, key, demand, now)
+            if lease is not None:
+                return lease
+            condition = self._condition(model.id, key, now)
+            if condition is Condition.REJECTING:
+                return self._refusal(model, RefusalReason.PAUSED)
+        return self._enqueue(queue, key, demand, condition, now, is_returning=True)
 
     def cancel_wait(self, waiter: WaiterId) -> bool:
         """A waiter's caller left: it is gone at once (EN-110). False when it was not waiting any more."""
@@ -187,6 +197,8 @@ class Pools:
         tripped_before = provider.breaker.is_tripped
         if provider.generation == lease.generation:
             provider.breaker.record(verdict, was_trial=lease.is_trial, now=now)
+            if provider.breaker.is_tripped:
+                self._timed[provider.key] = provider
         if not provider.is_configured:
             self._drop_if_idle(provider)
             return []
@@ -206,6 +218,7 @@ class Pools:
         provider = self._providers.get(key)
         if provider is not None:
             provider.busy_until = max(provider.busy_until, until)
+            self._timed[key] = provider
 
     # ---- nodes, gates, config ----
 
@@ -313,24 +326,26 @@ class Pools:
                 at = lane.next_deadline(spec)
                 if at is not None and (best is None or at < best):
                     best = at
-            for _, provider in self._members[model_id]:
-                if not provider.is_live:
-                    continue
-                for moment in (provider.breaker.next_deadline(), provider.busy_until or None):
-                    if moment is not None and (best is None or moment < best):
-                        best = moment
+        if best is None:
+            return None  # nobody waits: nothing that could become possible matters
+        for provider in self._timed.values():
+            for moment in (provider.breaker.next_deadline(), provider.busy_until or None):
+                if moment is not None and moment < best:
+                    best = moment
         return best
 
     def handle_deadline(self, now: float) -> list[Settlement]:
         """Serve who can run by now, then refuse whose time is over."""
         due: list[Provider] = []
-        for provider in self._providers.values():
+        for key, provider in list(self._timed.items()):
             is_due = provider.breaker.poll(now)
             if 0.0 < provider.busy_until <= now:
                 provider.busy_until = 0.0
                 is_due = True
             if is_due:
                 due.append(provider)
+            if not provider.busy_until and provider.breaker.next_deadline() is None:
+                del self._timed[key]
         settled = self._settle(due, now)
         for model_id, queue in self._queues.items():
             if queue.depth:
@@ -472,10 +487,24 @@ class Pools:
     # ---- inner moves ----
 
     def _take_free(self, model: ModelSpec, key: ClassKey, demand: Demand, now: float) -> Lease | None:
-        """A lease on the best provider with room, if there is one."""
-        candidates: list[Candidate] = []
+        """A lease on the best provider with room, if there is one.
+
+        Only asked when nobody of the class waits: were there room, they would not. In a large pool the best of some is
+        good enough; where the search begins moves on with every pick, so that all get their turn.
+        """
         members = self._members[model.id]
-        for index, (member, provider) in enumerate(members):
+        count = len(members)
+        sticky = self._affinities.find(model.id, demand.session)
+        candidates: list[Candidate] = []
+        start = self._picks % count if count > COMPARED_MAX else 0
+        for offset in range(count):
+            index = (start + offset) % count
+            member, provider = members[index]
+            is_wished = provider.key == sticky or provider.name == demand.preferred_provider
+            if len(candidates) >= COMPARED_MAX and not is_wished:
+                if sticky is None and not demand.preferred_provider:
+                    break
+                continue
             if self._has_room(provider, key, now):
                 candidates.append(
                     Candidate(
@@ -492,7 +521,6 @@ class Pools:
             return None
         best = candidates[0]
         if len(candidates) > 1:
-            sticky = self._affinities.find(model.id, demand.session)
             best = choose(candidates, sticky=sticky, preferred=demand.preferred_provider) or best
         member, provider = members[best.index]
         return self._grant(provider, member, demand, now)
@@ -687,7 +715,9 @@ class Pools:
         depth = self._queues[model.id].depth
         match reason:
             case RefusalReason.QUEUE_FULL | RefusalReason.QUEUE_TIMEOUT:
-                slots = sum(p.capacity for _, p in self._members[model.id] if p.is_live) or 1
+                members = self._members[model.id]
+                some = members[:COMPARED_MAX]
+                slots = sum(p.capacity for _, p in some if p.is_live) * len(members) / max(1, len(some)) or 1
                 after = min(RETRY_AFTER_MAX_S, float(1 + ceil(depth / slots)))
             case RefusalReason.NO_CAPACITY:
                 after = 10.0
@@ -739,6 +769,7 @@ class Pools:
         """A removed provider goes when its last run ended (EN-114)."""
         if not self.leases.in_flight(provider.key):
             self._providers.pop(provider.key, None)
+            self._timed.pop(provider.key, None)
 
     def live_work_of_node(self, node: NodeId) -> int:
         """Leases out on a Node."""

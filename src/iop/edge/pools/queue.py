@@ -226,6 +226,11 @@ class ModelQueue:
         self.classes: dict[ClassKey, WaitClass] = {}
         self.depth = 0
 
+    def condition_of(self, key: ClassKey) -> Condition | None:
+        """What the waiters of a class wait for; ``None`` when nobody does."""
+        lane = self.classes.get(key)
+        return None if lane is None else lane.condition
+
     def add(
         self, waiter: Waiter, key: ClassKey, now: float, *, is_returning: bool = False
     ) -> tuple[WaitClass, int]:
