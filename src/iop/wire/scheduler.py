@@ -1,4 +1,7 @@
-"""What goes out next: control first, then streams round robin (EN-106).
+"""What goes out next: control first, then streams in turns (EN-106).
+
+Streams that just got something to send go before those that had more than one turn's worth: a chunk of a conversation
+does not wait for a turn of every upload. One turn in four is the others' in any case.
 
 A lane is one stream's outgoing side; it keeps its own order and answers for its own credit. The scheduler never holds
 stream bytes itself, so a cancel can still drop them, and hands out no more than it is asked for, so that whatever comes
@@ -15,6 +18,9 @@ from iop.core.limits import KIB, MIB
 
 BODY_FRAME_BYTES_MAX: Final = 32 * KIB
 """Most body bytes in one frame: two fit into what may stand ahead of control. Smaller costs more frames."""
+
+BULK_EVERY: Final = 4
+"""Every how many turns the lanes with much to send are served even if others have just woken."""
 
 CONTROL_BYTES_MAX: Final = 64 * MIB
 """Control packets waiting on a peer that does not read. Beyond it the peer is gone for us. Holds several configs."""
@@ -42,17 +48,19 @@ class Lane(Protocol):
 class Scheduler:
     """Orders control packets and lanes."""
 
-    __slots__ = ("_control", "_control_bytes", "_ring")
+    __slots__ = ("_bulk", "_bulk_waited", "_control", "_control_bytes", "_fresh")
 
     def __init__(self) -> None:
         self._control: deque[bytes] = deque()
         self._control_bytes = 0
-        self._ring: deque[Lane] = deque()
+        self._fresh: deque[Lane] = deque()
+        self._bulk: deque[Lane] = deque()
+        self._bulk_waited = 0
 
     @property
     def has_output(self) -> bool:
         """Whether a pull would give anything."""
-        return bool(self._control or self._ring)
+        return bool(self._control or self._fresh or self._bulk)
 
     @property
     def control_bytes(self) -> int:
@@ -74,13 +82,14 @@ class Scheduler:
         """Something changed for this lane; queue it if it can send."""
         if not lane.is_queued and lane.can_send:
             lane.is_queued = True
-            self._ring.append(lane)
+            self._fresh.append(lane)
 
     def drop_lanes(self) -> None:
         """Forget all stream data; control stays."""
-        for lane in self._ring:
-            lane.is_queued = False
-        self._ring.clear()
+        for ring in (self._fresh, self._bulk):
+            for lane in ring:
+                lane.is_queued = False
+            ring.clear()
 
     def pull(self, limit: int) -> bytes:
         """Up to about ``limit`` bytes of whole frames; a single larger frame goes alone."""
@@ -93,18 +102,28 @@ class Scheduler:
             out.append(frame)
             left -= len(frame)
         if not control:
-            ring = self._ring
-            while ring and left > 0:
-                lane = ring[0]
-                pulled = lane.pull(out, left) if lane.can_send else 0
-                left -= pulled
-                if not lane.can_send:
-                    ring.popleft()
-                    lane.is_queued = False
-                elif pulled:
-                    ring.rotate(-1)
-                else:
-                    break  # its next frame is larger than what is left of the limit
+            self._pull_lanes(out, left)
         if len(out) == 1:
             return out[0]
         return b"".join(out)
+
+    def _pull_lanes(self, out: list[bytes], left: int) -> None:
+        fresh, bulk = self._fresh, self._bulk
+        while left > 0 and (fresh or bulk):
+            if not fresh or (bulk and self._bulk_waited >= BULK_EVERY - 1):
+                ring = bulk
+                self._bulk_waited = 0
+            else:
+                ring = fresh
+                self._bulk_waited = self._bulk_waited + 1 if bulk else 0
+            lane = ring[0]
+            pulled = lane.pull(out, left) if lane.can_send else 0
+            left -= pulled
+            if not lane.can_send:
+                ring.popleft()
+                lane.is_queued = False
+            elif pulled:
+                ring.popleft()
+                bulk.append(lane)
+            else:
+                return  # its next frame is larger than what is left of the limit

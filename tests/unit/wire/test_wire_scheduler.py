@@ -45,6 +45,30 @@ def test_lanes_take_turns_and_keep_their_own_order() -> None:
     assert subject.pull(100) == b"a0b0c0a1b1c1"
 
 
+@pytest.mark.clause("EN-101", "EN-106")
+def test_a_lane_that_just_woke_goes_before_those_with_much_to_send() -> None:
+    subject = Scheduler()
+    for name in (b"a", b"b", b"c"):
+        subject.wake(Frames(*(name + str(n).encode() for n in range(9))))
+    assert subject.pull(6) == b"a0b0c0"
+    subject.wake(Frames(b"!!"))
+    assert subject.pull(8).startswith(b"!!")
+
+
+@pytest.mark.clause("EN-101", "EN-106")
+def test_lanes_that_keep_waking_do_not_starve_those_with_much_to_send() -> None:
+    subject = Scheduler()
+    bulk = Frames(*(b"B" for _ in range(100)))
+    subject.wake(bulk)
+    subject.pull(1)
+    sent = b""
+    for _ in range(40):
+        subject.wake(Frames(b"f"))
+        subject.wake(Frames(b"f"))
+        sent += subject.pull(2)
+    assert sent.count(b"B") >= 15
+
+
 @pytest.mark.clause("EN-106")
 def test_a_pull_keeps_to_its_limit_and_leaves_the_rest_to_be_overtaken() -> None:
     subject = Scheduler()
