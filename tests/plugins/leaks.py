@@ -1,7 +1,7 @@
-"""Fails a test that leaves a task or a thread behind. Sockets and files are found as ResourceWarnings, which are errors.
+"""Fails a test that leaves a task or a thread behind. Sockets and files show as ResourceWarnings, which are errors.
 
-The check runs when every other fixture of the test is gone and its loop is still open, and gives what is ending anyway a
-moment to end.
+The check runs when every other fixture of the test is gone and its loop is still open, and gives what is ending anyway
+a moment to end.
 """
 
 from __future__ import annotations
