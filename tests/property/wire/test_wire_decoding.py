@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from iop.core.errors import RemoteProtocolError
@@ -18,6 +18,9 @@ from iop.wire.frames import FrameReader, frame
 from iop.wire.session import SessionSettings
 
 SETTINGS = SessionSettings(stream_window_bytes=4096, frame_bytes_max=70_000)
+
+# A busy machine is not a failure.
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 names = st.text(max_size=20)
 blobs = st.binary(max_size=300)
@@ -117,14 +120,14 @@ messages: st.SearchStrategy[p.Message] = st.one_of(
 
 
 @pytest.mark.clause("EN-100")
-@settings(deadline=None)
+@RELAXED
 @given(messages, st.integers(0, 2**64 - 1))
 def test_decoding_what_was_encoded_gives_the_same(message: p.Message, request_id: int) -> None:
     assert codec.decode(codec.encode(message, request_id)) == (request_id, message)
 
 
 @pytest.mark.clause("EN-53", "EN-100")
-@settings(deadline=None)
+@RELAXED
 @given(
     st.binary(min_size=1, max_size=400),
     st.text(min_size=1, max_size=50).filter(lambda text: len(text.encode()) <= 127),
@@ -138,7 +141,7 @@ def test_the_short_path_of_body_frames_agrees_with_protobuf(body: bytes, run_id:
 
 
 @pytest.mark.clause("EN-100")
-@settings(deadline=None)
+@RELAXED
 @given(st.binary(max_size=200))
 @example(b"\x82\x02\x0c\x0a\x06abcdef\x10\x03\x18\x05")
 @example(b"\x82\x02\x0d\x0a\x06abcdef\x10\x03\x18\x85")
@@ -208,7 +211,7 @@ WHOLE = node_answers()
 
 
 @pytest.mark.clause("EN-100")
-@settings(deadline=None)
+@RELAXED
 @given(st.data())
 def test_any_cutting_of_the_same_bytes_gives_the_same_events(data: st.DataObject) -> None:
     expected = told(edge_with_streams().edge.receive_data(WHOLE, now=0))
@@ -221,7 +224,7 @@ def test_any_cutting_of_the_same_bytes_gives_the_same_events(data: st.DataObject
 
 
 @pytest.mark.clause("EN-100", "EN-33")
-@settings(max_examples=300, deadline=None)
+@settings(RELAXED, max_examples=300)
 @given(st.data())
 def test_mutated_bytes_end_a_session_in_a_typed_way_at_worst(data: st.DataObject) -> None:
     mutated = bytearray(WHOLE)
@@ -251,7 +254,7 @@ def test_mutated_bytes_end_a_session_in_a_typed_way_at_worst(data: st.DataObject
 
 
 @pytest.mark.clause("EN-100")
-@settings(max_examples=300, deadline=None)
+@settings(RELAXED, max_examples=300)
 @given(st.lists(st.binary(max_size=120), max_size=8))
 def test_a_strangers_bytes_cost_at_most_one_small_frame(pieces: list[bytes]) -> None:
     pair = SessionPair(SETTINGS)
@@ -263,7 +266,7 @@ def test_a_strangers_bytes_cost_at_most_one_small_frame(pieces: list[bytes]) -> 
 
 
 @pytest.mark.clause("EN-100")
-@settings(max_examples=300, deadline=None)
+@settings(RELAXED, max_examples=300)
 @given(st.binary(max_size=300))
 def test_decoding_never_raises_anything_else(data: bytes) -> None:
     try:

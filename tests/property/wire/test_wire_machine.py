@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -264,7 +264,9 @@ class TwoSessions(RuleBasedStateMachine):
 
 
 TestTwoSessions = TwoSessions.TestCase
-TestTwoSessions.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestTwoSessions.settings = settings(
+    max_examples=50, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 TestTwoSessions = pytest.mark.clause("EN-40", "EN-52", "EN-57", "EN-101", "EN-102", "EN-106", "EN-108")(
     TestTwoSessions
 )
