@@ -44,13 +44,14 @@ _BUG: Final = "The Node failed to serve this; its log says why."
 class InboundStream:
     """What tunnels and runs share: callbacks, credit, cancellation."""
 
-    __slots__ = ("_connection", "_on_cancel", "_on_writable", "_stream")
+    __slots__ = ("_connection", "_on_cancel", "_on_writable", "_stream", "_untold")
 
     def __init__(self, connection: NodeWire, stream: NodeStream) -> None:
         self._connection = connection
         self._stream = stream
         self._on_cancel: Callable[[CancelReason], None] | None = None
         self._on_writable: Callable[[], None] | None = None
+        self._untold: CancelReason | None = None
 
     @property
     def credit_bytes(self) -> int:
@@ -71,11 +72,16 @@ class InboundStream:
         """Install callbacks; a cancel that came before is told from a turn of its own."""
         self._on_cancel = on_cancel
         self._on_writable = on_writable
+        if self._untold is not None:
+            reason, self._untold = self._untold, None
+            self._connection.later(lambda: on_cancel(reason))
 
     def tell_cancelled(self, reason: CancelReason) -> None:
-        """The connection's word that it is called off."""
+        """The connection's word that it is called off; kept for a handler that has not bound yet."""
         if self._on_cancel is not None:
             self._on_cancel(reason)
+        else:
+            self._untold = reason
 
     def tell_writable(self) -> None:
         """The connection's word that credit is above zero again."""
@@ -260,6 +266,10 @@ class NodeWire(Connection[NodeSession]):
     def mark(self) -> None:
         """Something was queued: have a turn soon."""
         self._mark()
+
+    def later(self, callback: Callable[[], None]) -> None:
+        """Call back from a turn of its own."""
+        self._loop.call_soon(callback)
 
     def _on_register_answer(self, event: events.RegisterAnswered) -> None:
         self._arm()

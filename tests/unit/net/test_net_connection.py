@@ -285,6 +285,24 @@ async def test_a_detached_sink_hears_nothing_more_and_its_bytes_are_consumed() -
     assert not sink.terminals
 
 
+@pytest.mark.clause("EN-56", "EN-70")
+@virtual
+async def test_a_cancel_that_comes_before_the_handler_has_bound_is_told_when_it_binds() -> None:
+    rig = await ready()
+    kept = []
+    rig.node.on_tunnel = kept.append  # type: ignore[method-assign]
+    sink = rig.edge.open_tunnel()
+    await eventually(lambda: bool(kept))
+    assert sink.stream is not None
+    sink.stream.cancel(m.CancelReason.TIMEOUT)
+    await asyncio.sleep(1)
+    told: list[m.CancelReason] = []
+    kept[0].bind(on_cancel=told.append, on_writable=lambda: None)
+    assert told == []
+    await asyncio.sleep(0)
+    assert told == [m.CancelReason.TIMEOUT]
+
+
 @pytest.mark.clause("EN-109")
 @virtual
 async def test_what_was_said_before_a_close_still_arrives_and_then_the_goodbye() -> None:
