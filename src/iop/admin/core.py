@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from iop.admin import planner
 from iop.admin.capability import cancellable_kinds
+from iop.admin.desired import without_groups
 from iop.admin.enums import AdminErrorCode, AdminOperationKind, CancelDisposition
 from iop.admin.executor import Executor, ExecutorPorts, ExecutorTiming
 from iop.admin.gates import gates_of
@@ -61,7 +62,7 @@ from iop.core.errors import (
     Unavailable,
     Unsupported,
 )
-from iop.core.ids import OperationId
+from iop.core.ids import GroupId, OperationId
 
 __all__ = ["AdminCore", "CoreTiming", "MutationCall"]
 
@@ -229,6 +230,15 @@ class AdminCore:
         for executor in self._executors.values():
             executor.wake()
 
+    async def retire(self, groups: Collection[GroupId]) -> None:
+        """Forget groups that left the configuration: their quarantines, and their part in pauses and releases (AD-31).
+
+        Raises:
+            Unavailable: the store cannot be written.
+        """
+        await self._journal.amend(lambda snapshot: without_groups(snapshot.desired, frozenset(groups)))
+        await self._regate()
+
     async def _regate(self) -> None:
         """Make outer admission follow the journal; the last caller's view wins."""
         async with self._gate_lock:
@@ -284,8 +294,10 @@ class AdminCore:
                 break
             executor = Executor(self._ports, record, is_recovery=is_recovery or attempt > 0)
             self._executors[operation_id] = executor
+            groups = [g.group_id for g in record.spec.groups]
+            self._reconciler.touch(groups)
             try:
-                await self._reconciler.quiet([g.group_id for g in record.spec.groups])
+                await self._reconciler.quiet(groups)
                 await executor.run()
             except Unavailable as exc:
                 if exc.reason == "LEASE_LOST":
@@ -297,6 +309,7 @@ class AdminCore:
                 break
             finally:
                 self._executors.pop(operation_id, None)
+                self._reconciler.touch(groups)
         else:
             await self._give_up(operation_id)
         self._announcer.announce(operation_id)

@@ -26,9 +26,12 @@ from iop.core.clock import Clock
 from iop.core.errors import IopError, Unavailable
 from iop.core.ids import GroupId, ParticipantId
 
-__all__ = ["Crew", "CrewTiming", "GroupReport", "read_back_all"]
+__all__ = ["WAIT_S_MIN", "Crew", "CrewTiming", "GroupReport", "read_back_all"]
 
 logger = logging.getLogger(__name__)
+
+WAIT_S_MIN = 0.001
+"""Shortest wait: a time that is due within the clock's resolution must still come."""
 
 MESSAGE_CHARS_MAX = 500
 """Longest engine message kept per participant; it is stored and shown with every status."""
@@ -161,7 +164,7 @@ class Crew:
         until = min([until, *self._lost_times()])
         if not self._finished and self._pending:
             try:
-                async with asyncio.timeout(max(0.0, until - self._clock.monotonic())):
+                async with asyncio.timeout(max(WAIT_S_MIN, until - self._clock.monotonic())):
                     await self._wake.wait()
             except TimeoutError:
                 pass

@@ -28,6 +28,7 @@ __all__ = [
     "covering_pauses",
     "released_kinds",
     "with_item",
+    "without_groups",
     "without_item",
 ]
 
@@ -187,3 +188,26 @@ def released_kinds(desired: Desired, participant_id: ParticipantId) -> frozenset
     for release in desired.releases.values():
         kinds |= release.remaining.get(participant_id, frozenset())
     return kinds
+
+
+def without_groups(desired: Desired, groups: frozenset[GroupId]) -> Desired | None:
+    """The desired state without groups that are quarantined and left for good; None when that changes nothing.
+
+    Only what a quarantine names is known here by participant, so pauses and releases lose just those; a pause or a
+    release that then covers nobody ends.
+    """
+    gone = {p for g in groups if g in desired.quarantines for p in desired.quarantines[g].participant_ids}
+    if not gone:
+        return None
+    pauses = {}
+    for epoch, pause in desired.pauses.items():
+        left = tuple(p for p in pause.participant_ids if p not in gone)
+        if left or pause.binds is not None:
+            pauses[epoch] = dataclasses.replace(pause, participant_ids=left)
+    releases = {}
+    for epoch, release in desired.releases.items():
+        remaining = {p: kinds for p, kinds in release.remaining.items() if p not in gone}
+        if remaining:
+            releases[epoch] = dataclasses.replace(release, remaining=remaining)
+    quarantines = {g: q for g, q in desired.quarantines.items() if g not in groups}
+    return dataclasses.replace(desired, pauses=pauses, releases=releases, quarantines=quarantines)

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from iop.admin.crew import Crew, CrewTiming, read_back_all
+from iop.admin.crew import WAIT_S_MIN, Crew, CrewTiming, read_back_all
 from iop.admin.desired import Desired, QuarantineRecord, WeightRecord, with_item, without_item
 from iop.admin.enums import AdminErrorCode, ParticipantPhase
 from iop.admin.journal import Journal, Snapshot
@@ -71,6 +71,11 @@ class Reconciler:
         self._remedies: dict[GroupId, asyncio.Event] = {}
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
+        self._active: set[GroupId] = set()
+        self._touches: dict[GroupId, int] = {}
+        self._at_once = asyncio.Semaphore(timing.groups_at_once)
+        self._regating = asyncio.Lock()
+        self._is_regate_due = False
         self.last_seen: dict[ParticipantId, ParticipantReadBack] = {}
 
     def unreconciled(self, participants: Sequence[ParticipantInfo]) -> frozenset[GroupId]:
@@ -85,6 +90,11 @@ class Reconciler:
         """Something may have changed."""
         self._wake.set()
 
+    def touch(self, groups: Sequence[GroupId]) -> None:
+        """An operation begins or ends on the groups: what was read back before says nothing any more."""
+        for group in groups:
+            self._touches[group] = self._touches.get(group, 0) + 1
+
     async def quiet(self, groups: Sequence[GroupId]) -> None:
         """Wait until no remedy is under way on the groups; an operation that was accepted meanwhile goes next."""
         for group in groups:
@@ -93,41 +103,42 @@ class Reconciler:
                 await busy.wait()
 
     async def run(self) -> None:
-        """Reconcile until cancelled."""
+        """Reconcile until cancelled. One group that hangs delays no other."""
         next_full_look = self._clock.monotonic() + self._timing.period_s
-        while True:
-            pending = self._candidates(self._driver.participants(), everybody=False)
-            until = next_full_look
-            if pending:
-                until = min(until, self._clock.monotonic() + self._timing.retry_s)
-            try:
-                async with asyncio.timeout(max(0.0, until - self._clock.monotonic())):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            self._wake.clear()
-            is_full = self._clock.monotonic() >= next_full_look
-            if is_full:
-                next_full_look = self._clock.monotonic() + self._timing.period_s
-            await self.look(everybody=is_full)
-            self._looked.set()
-            self._looked = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                pending = self._candidates(self._driver.participants(), everybody=False)
+                until = next_full_look
+                if pending:
+                    until = min(until, self._clock.monotonic() + self._timing.retry_s)
+                try:
+                    async with asyncio.timeout(max(WAIT_S_MIN, until - self._clock.monotonic())):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+                self._wake.clear()
+                is_full = self._clock.monotonic() >= next_full_look
+                if is_full:
+                    next_full_look = self._clock.monotonic() + self._timing.period_s
+                await self._begin(tasks, everybody=is_full)
 
     async def look(self, *, everybody: bool) -> None:
-        """One pass over the groups that need one, or over all that are connected."""
+        """One pass over the groups that need one, or over all that are connected, to its end."""
+        async with asyncio.TaskGroup() as tasks:
+            await self._begin(tasks, everybody=everybody)
+
+    async def _begin(self, tasks: asyncio.TaskGroup, *, everybody: bool) -> None:
+        """Start on every group that needs it and is not being looked at already."""
         participants = self._driver.participants()
         self._forget_gone(participants)
         candidates = self._candidates(participants, everybody=everybody)
-        if not candidates:
-            return
-        if not everybody:
+        fresh = {group: members for group, members in candidates.items() if group not in self._active}
+        if any(self._known.get(group) != _identity(members) for group, members in fresh.items()):
             # Whoever came back is gated before it is asked anything.
             await self._regate()
-        at_once = asyncio.Semaphore(self._timing.groups_at_once)
-        async with asyncio.TaskGroup() as tasks:
-            for group, members in candidates.items():
-                tasks.create_task(self._supervise(group, members, at_once), name=f"reconcile {group}")
-        await self._regate()
+        for group, members in fresh.items():
+            self._active.add(group)
+            tasks.create_task(self._supervise(group, members), name=f"reconcile {group}")
 
     def _forget_gone(self, participants: Sequence[ParticipantInfo]) -> None:
         groups = by_group(participants)
@@ -146,29 +157,44 @@ class Reconciler:
             and (everybody or self._known.get(group) != _identity(members))
         }
 
-    async def _supervise(
-        self, group: GroupId, members: tuple[ParticipantInfo, ...], at_once: asyncio.Semaphore
-    ) -> None:
-        async with at_once:
-            try:
-                await self._reconcile(group, members)
-            except Exception:
-                logger.exception("reconcile.failed group=%s", group)
+    async def _supervise(self, group: GroupId, members: tuple[ParticipantInfo, ...]) -> None:
+        was_known = self._known.get(group)
+        try:
+            async with self._at_once:
+                has_acted = await self._reconcile(group, members)
+            if has_acted or self._known.get(group) != was_known:
+                await self._regate_once()
+        except Exception:
+            logger.exception("reconcile.failed group=%s", group)
+        finally:
+            self._active.discard(group)
+            looked, self._looked = self._looked, asyncio.Event()
+            looked.set()
 
-    async def _reconcile(self, group: GroupId, members: tuple[ParticipantInfo, ...]) -> None:
+    async def _regate_once(self) -> None:
+        """Regate; groups that finish together share one."""
+        self._is_regate_due = True
+        async with self._regating:
+            if self._is_regate_due:
+                self._is_regate_due = False
+                await self._regate()
+
+    async def _reconcile(self, group: GroupId, members: tuple[ParticipantInfo, ...]) -> bool:
+        """Bring one group to its desired state. Returns whether anything but its being known changed."""
         before = await self._journal.snapshot()
         if _is_busy(before, group):
-            return
+            return False
+        touches = self._touches.get(group, 0)
         ids = [p.participant_id for p in members]
         seen = await read_back_all(self._driver, ids, timeout_s=self._timing.crew.read_back_timeout_s)
         self.last_seen.update({p: s for p, s in seen.items() if s.reachable})
         if not all(s.reachable for s in seen.values()):
             self._known.pop(group, None)
-            return
+            return False
         await self._adopt_weights(members, seen)
-        remedy, ordinal = await self._claim(before, group, members, seen)
+        remedy, ordinal = await self._claim(touches, group, members, seen)
         if remedy is None:
-            return
+            return False
         identity = _identity(members)
         if remedy.incurable:
             await self._quarantine(group, members, seen, remedy.incurable)
@@ -179,12 +205,13 @@ class Reconciler:
                 await self._quarantine(group, members, seen, why)
             else:
                 await self._note_digests(members, remedy)
-        await self._lift_if_restarted(group, members, seen)
+        was_lifted = await self._lift_if_restarted(group, members, seen)
         self._known[group] = identity
+        return bool(remedy.steps or remedy.incurable or was_lifted)
 
     async def _claim(
         self,
-        before: Snapshot,
+        touches: int,
         group: GroupId,
         members: tuple[ParticipantInfo, ...],
         seen: Mapping[ParticipantId, ParticipantReadBack],
@@ -196,15 +223,16 @@ class Reconciler:
         found: list[Remedy] = []
         now_us = self._clock.unix_nanos() // 1000
         current = await self._journal.snapshot()
-        is_same = current.desired is before.desired or current.desired == before.desired
-        if is_same and not _is_busy(current, group) and group not in current.desired.quarantines:
+        if self._touches.get(group, 0) != touches:
+            return None, 0
+        if not _is_busy(current, group) and group not in current.desired.quarantines:
             remedy = remedy_for(current.desired, members, seen)
             if not remedy.steps:
                 return remedy, 0  # nothing to write, so no transaction
 
         def decide(snapshot: Snapshot) -> Desired | None:
             found.clear()
-            is_moved = snapshot.desired.revision != before.desired.revision
+            is_moved = self._touches.get(group, 0) != touches
             if _is_busy(snapshot, group) or is_moved:
                 return None
             quarantine = snapshot.desired.quarantines.get(group)
@@ -362,13 +390,13 @@ class Reconciler:
         group: GroupId,
         members: tuple[ParticipantInfo, ...],
         seen: Mapping[ParticipantId, ParticipantReadBack],
-    ) -> None:
+    ) -> bool:
         """A quarantine ends when a restarted engine was reconciled (AD-31)."""
         ids = [p.participant_id for p in members]
         snapshot = await self._journal.snapshot()
         quarantine = snapshot.desired.quarantines.get(group)
         if quarantine is None or not _is_restarted(quarantine, seen):
-            return
+            return False
         after = await read_back_all(self._driver, ids, timeout_s=self._timing.crew.read_back_timeout_s)
 
         def lift(current: Snapshot) -> Desired | None:
@@ -381,7 +409,7 @@ class Reconciler:
                 current.desired, quarantines=without_item(current.desired.quarantines, group)
             )
 
-        await self._journal.amend(lift)
+        return group not in (await self._journal.amend(lift)).quarantines
 
 
 def _identity(members: Sequence[ParticipantInfo]) -> tuple[str, ...]:

@@ -734,3 +734,36 @@ def test_a_profile_whose_engine_is_gone_does_not_block_the_next() -> None:
             assert isinstance(await done(world, start_profile("next")), StartProfileResult)
 
     run_world(scenario)
+
+
+@pytest.mark.clause("AD-31")
+def test_a_quarantine_ends_when_its_provider_leaves_the_configuration() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            await quarantined(world)
+            assert "b" in world.store.desired.quarantines
+            for rank in world.fleet.members("b"):
+                del world.fleet.ranks[rank.participant_id]
+            await world.core.retire(["b"])  # type: ignore[list-item]
+            assert world.store.desired.quarantines == {}
+            assert world.store.desired.pauses == {}
+
+    run_world(scenario)
+
+
+@pytest.mark.clause("AD-35")
+def test_one_engine_that_hangs_in_reconciliation_delays_no_other() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            await done(world, pause())
+            world.fleet.arm(FaultKind.HANG, "a/0", "PauseStep")
+            world.fleet.restart("a")
+            world.core.participants_changed()
+            await world.settle(2.0)
+            world.fleet.restart("b")
+            world.core.participants_changed()
+            await world.settle(2.0)
+            assert all(r.paused for r in world.fleet.members("b"))
+            assert world.fleet.gates["b/0"].held_by == ("epoch 1",)  # type: ignore[index]
+
+    run_world(scenario)
