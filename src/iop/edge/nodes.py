@@ -17,7 +17,7 @@ from math import ceil
 from typing import Final, Protocol, assert_never
 
 from iop.core.errors import IopError, NotFound, Unavailable
-from iop.core.ids import Generation, NodeId
+from iop.core.ids import Generation, NodeId, ProviderId
 from iop.edge.dispatch import Dispatcher
 from iop.edge.pools import Pools
 from iop.edge.registry import (
@@ -308,7 +308,10 @@ class Nodes:
                         ReadyAck(ready=effect.ready, reason=effect.reason, reason_code=effect.code)
                     )
             case Activated():
-                self._dispatcher.apply(self._pools.activate(effect.node, effect.generation, now=now))
+                absent = self._absent(effect.connection)
+                self._dispatcher.apply(
+                    self._pools.activate(effect.node, effect.generation, now=now, absent=absent)
+                )
                 for watcher in self._watchers:
                     watcher.node_ready(effect.node)
             case RefreshWanted():
@@ -320,6 +323,10 @@ class Nodes:
                 log.info(effect.name, extra={"node_id": effect.node, "reason": effect.reason})
             case _:
                 assert_never(effect)
+
+    def _absent(self, connection: ConnectionId) -> set[ProviderId]:
+        session = self._sessions[connection]
+        return {ProviderId(adapter.name) for adapter in session.adapters if not adapter.started}
 
     def _accept(self, effect: Accepted) -> None:
         session = self._sessions[effect.connection]
@@ -385,6 +392,7 @@ class Nodes:
                 "reason": reason,
             },
         )
+        now = self._loop.time()
         self._carry_out(
             self.registry.refreshed(
                 effect.connection,
@@ -392,9 +400,12 @@ class Nodes:
                 revision=effect.revision,
                 outcome=outcome,
                 reason=reason,
-                now=self._loop.time(),
+                now=now,
             )
         )
+        if self._dispatcher is not None and effect.connection in self._sessions:
+            absent = self._absent(effect.connection)
+            self._dispatcher.apply(self._pools.set_absent(effect.node.id, effect.generation, absent, now=now))
 
     def _rearm(self) -> None:
         if self._timer is not None:

@@ -28,6 +28,7 @@ from iop.edge.snapshot import (
 )
 from iop.net.ports import EdgeHandler, RunSink, TunnelSink
 from iop.wire.messages import (
+    AdapterStatus,
     AdminStep,
     AdminStepEvent,
     AdminStepResult,
@@ -164,7 +165,7 @@ def request_of(
 async def eventually(predicate: Callable[[], object], deadline_s: float = 5.0) -> None:
     """Wait until ``predicate`` holds, looking again every millisecond. Raises TimeoutError."""
     async with asyncio.timeout(deadline_s):
-        while not predicate():
+        while not predicate():  # noqa: ASYNC110 - a level, watched from outside
             await asyncio.sleep(0.001)
 
 
@@ -355,6 +356,7 @@ class FakeEdgeConnection:
         self.open_streams: list[FakeStream] = []
         self.refreshes: list[NodeConfig] = []
         self.refresh_answer = RefreshOutcome.APPLIED
+        self.refreshed_adapters: tuple[AdapterStatus, ...] = ()
         self.steps: list[AdminStep] = []
         self.answer_step: Callable[[AdminStep], AdminStepResult] | None = None
         self.answer_command: Callable[[CommandRequest], CommandResponse] | None = None
@@ -373,9 +375,11 @@ class FakeEdgeConnection:
         )
         return self.registered[-1] if len(self.registered) > before else None
 
-    def ready(self, revision: int = 1) -> ReadyAck:
+    def ready(self, revision: int = 1, adapters: tuple[AdapterStatus, ...] = ()) -> ReadyAck:
         """Report ready; the answer."""
-        self._handler.on_ready(self, ReadyRequest(node_id=self.node, config_revision=revision))
+        self._handler.on_ready(
+            self, ReadyRequest(node_id=self.node, config_revision=revision, adapters=adapters)
+        )
         return self.acks[-1]
 
     def connect(self) -> FakeEdgeConnection:
@@ -436,7 +440,11 @@ class FakeEdgeConnection:
         """Answer as scripted."""
         self._require_ready()
         self.refreshes.append(config)
-        return RefreshResponse(outcome=self.refresh_answer, config_revision=config.config_revision)
+        return RefreshResponse(
+            outcome=self.refresh_answer,
+            config_revision=config.config_revision,
+            adapters=self.refreshed_adapters,
+        )
 
     async def admin_step(
         self,

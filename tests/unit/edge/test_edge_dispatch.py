@@ -21,7 +21,15 @@ from iop.testing.edge_fleet import (
     snapshot_of,
     tunnel_to,
 )
-from iop.wire.messages import CancelReason, CloseReason, RunEvent, RunEventType, StreamErrorCode, Usage
+from iop.wire.messages import (
+    AdapterStatus,
+    CancelReason,
+    CloseReason,
+    RunEvent,
+    RunEventType,
+    StreamErrorCode,
+    Usage,
+)
 
 ONE = {"n1/main": adapter_spec("main", capacity=1)}
 TWO = {"n1/main": adapter_spec("main", capacity=1), "n2/main": adapter_spec("main", capacity=1)}
@@ -453,6 +461,25 @@ async def test_a_provider_that_takes_runs_gets_a_run_under_the_same_lease(make_e
     assert [event.type.name for event in sink.events] == ["START", "DELTA", "COMPLETE"]
     assert handle.outcome is Outcome.COMPLETE
     assert edge.status.explain("r1")["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.clause("EN-80", "EN-92")
+async def test_an_adapter_that_did_not_start_is_no_candidate_until_a_refresh_brings_it_up(make_edge):
+    edge = await make_edge(snapshot_of(ONE, FAST))
+    node = FakeEdgeConnection(edge.nodes)
+    node.register()
+    node.ready(adapters=(AdapterStatus(name="main", started=False, reason="no file at 10.0.0.1:80"),))
+    shown = edge.status.status()["nodes"][0]["providers"][0]
+    assert (shown["status"], shown["capacity"]) == ("unavailable", 0)
+    assert shown["reason"] == "did not start: no file at [address]"
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink())))
+        await settle()
+        assert node.streams == []
+        node.refreshed_adapters = (AdapterStatus(name="main", started=True),)
+        edge.apply_snapshot(snapshot_of({"n1/main": adapter_spec("main", capacity=2)}, FAST, revision=2))
+        await eventually(lambda: node.streams)
+    assert waiting.done()
 
 
 @pytest.mark.clause("EN-60", "EN-61", "EN-62")

@@ -9,12 +9,12 @@ A pump looks only at the heads of the classes of the models that the touched pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from math import ceil
 
-from iop.core.ids import Generation, LeaseId, ModelId, NodeId
+from iop.core.ids import Generation, LeaseId, ModelId, NodeId, ProviderId
 from iop.edge.calls import PRIORITY_MAX, PRIORITY_MIN, ProviderKey, Route, ServedTarget
 from iop.edge.pools.breaker import Breaker, Verdict
 from iop.edge.pools.gates import OPEN_GATE, RECONCILE_GATE, GateMode, ProviderGate
@@ -54,6 +54,7 @@ class Provider:
 
     Attributes:
         generation: of the Node that is activated now; ``None`` while it is away.
+        is_started: its adapter came up on the Node; else the Node would refuse whatever it is sent.
         overrides: values that reconfiguration put over the file's (AD-47).
         passed_over: picks that the long (True) or short (False) head lost to the other in a row (EN-111).
     """
@@ -67,6 +68,7 @@ class Provider:
     busy_until: float = 0.0
     last_picked: int = 0
     is_configured: bool = True
+    is_started: bool = True
     models: tuple[ModelId, ...] = ()
     capacity_override: int | None = None
     long_capacity_override: int | None = None
@@ -93,7 +95,7 @@ class Provider:
     @property
     def is_live(self) -> bool:
         """There, and wanted; gates and load aside."""
-        return self.generation is not None and self.is_enabled
+        return self.generation is not None and self.is_started and self.is_enabled
 
     def serves(self, key: ClassKey) -> bool:
         """Whether it could ever take a demand of this class."""
@@ -222,17 +224,45 @@ class Pools:
 
     # ---- nodes, gates, config ----
 
-    def activate(self, node: NodeId, generation: Generation, *, now: float) -> list[Settlement]:
-        """A Node is ready: its resources come online in this generation, gates permitting, and waiters move (EN-32)."""
+    def activate(
+        self,
+        node: NodeId,
+        generation: Generation,
+        *,
+        now: float,
+        absent: Collection[ProviderId] = (),
+    ) -> list[Settlement]:
+        """A Node is ready: its resources come online in this generation, gates permitting, and waiters move (EN-32).
+
+        ``absent``: those whose adapter did not start.
+        """
         self._generations[node] = generation
         mine = [p for p in self._providers.values() if p.key.node == node and p.is_configured]
         for provider in mine:
             provider.generation = generation
+            provider.is_started = provider.key.provider not in absent
             provider.breaker.reset()
             provider.busy_until = 0.0
             if provider.spec.is_administered and provider.gate.is_open:
                 provider.gate = RECONCILE_GATE  # its state is not confirmed: it opens by set_gates alone
         return self._settle(mine, now)
+
+    def set_absent(
+        self, node: NodeId, generation: Generation, absent: Collection[ProviderId], *, now: float
+    ) -> list[Settlement]:
+        """After a refresh: which adapters of this generation run now, and which do not (EN-80)."""
+        touched = [
+            p
+            for p in self._providers.values()
+            if p.key.node == node
+            and p.generation == generation
+            and p.is_started != (p.key.provider not in absent)
+        ]
+        for provider in touched:
+            provider.is_started = not provider.is_started
+            if provider.spec.is_administered and provider.gate.is_open:
+                provider.gate = RECONCILE_GATE
+        return self._settle(touched, now)
 
     def fence(
         self, node: NodeId, generation: Generation, *, now: float
@@ -566,6 +596,7 @@ class Pools:
     def _has_room(self, provider: Provider, key: ClassKey, now: float) -> bool:
         return (
             provider.generation is not None
+            and provider.is_started
             and provider.gate.mode is GateMode.OPEN
             and self.leases.in_flight(provider.key) < provider.capacity
             and provider.is_enabled
@@ -580,6 +611,8 @@ class Pools:
             return "disabled"
         if provider.generation is None:
             return "its Node is not connected"
+        if not provider.is_started:
+            return "its adapter did not start"
         if not provider.serves(key):
             return "does not offer long context" if key.is_long else "does not offer this operation"
         if not provider.gate.is_open:
@@ -601,6 +634,8 @@ class Pools:
                 "offline",
                 "its Node is not connected" if provider.is_enabled else "disabled",
             )
+        if not provider.is_started:
+            return "unavailable", "offline", "its adapter did not start"
         health = "failing" if provider.breaker.is_tripped else "online"
         if not provider.is_enabled:
             return "disabled", health, "disabled"
