@@ -1,6 +1,6 @@
 """Trains the reference model and writes its two checkpoints.
 
-    python tools/train/train.py --out src/iop/engine/checkpoints --minutes 12
+    python tools/train/train.py --out src/iop/engine/checkpoints
 
 Needs PyTorch, numpy and safetensors in an environment of their own; the engine needs none but the latter two. One run
 gives both checkpoints: `first` is taken on the way, `second` at the end, so they are one model at two ages. The result
@@ -209,11 +209,11 @@ def main() -> None:
     """Train for a given time."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument(
-        "--first-at", type=float, default=0.12, help="share of the time after which `first` is taken"
+        "--first-at", type=float, default=0.08, help="share of the time after which `first` is taken"
     )
-    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(1)
