@@ -79,7 +79,12 @@ class Echo(PlainNode):
 def open_tunnel(edge: PlainEdge, run_id: str, path: str = "") -> Sink:
     sink = Sink()
     request = TunnelRequest(
-        run_id=RunId(run_id), adapter="engine", target="model", operation="chat_completions", path=path, headers=HEADERS
+        run_id=RunId(run_id),
+        adapter="engine",
+        target="model",
+        operation="chat_completions",
+        path=path,
+        headers=HEADERS,
     )
     sink.stream = edge.node.open_tunnel(request, [b"x" * 400], sink)
     return sink
@@ -115,7 +120,9 @@ async def measure() -> None:
                     tunnel.send_body(CHUNK)
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
-        print(f"unpaced chunk                  {(time.process_time() - before) / (rounds * 640) * 1e6:8.2f} us")
+        print(
+            f"unpaced chunk                  {(time.process_time() - before) / (rounds * 640) * 1e6:8.2f} us"
+        )
 
         rounds = 10_000
         before = time.process_time()

@@ -4,8 +4,6 @@ Each direction is a pipe with a capacity, as a kernel's socket buffer has one: a
 paused. What a pipe may do is said by its :class:`Faults`, which a test changes while it runs.
 """
 
-
-
 from __future__ import annotations
 
 import asyncio

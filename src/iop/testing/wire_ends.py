@@ -1,7 +1,5 @@
 """An Edge's and a Node's handler for tests of connections, and sinks that remember what they were given."""
 
-
-
 from __future__ import annotations
 
 import asyncio
@@ -47,7 +45,7 @@ async def eventually(is_so: Callable[[], bool], *, timeout_s: float = 5.0, what:
     """Wait until something is so; raises AssertionError when it never is."""
     try:
         async with asyncio.timeout(timeout_s):
-            while not is_so():
+            while not is_so():  # noqa: ASYNC110 - level-triggered on purpose
                 await asyncio.sleep(0.002)
     except TimeoutError:
         raise AssertionError(f"{what} did not happen within {timeout_s} s") from None
