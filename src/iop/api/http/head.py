@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, TypeAlias
 
-from iop.core.errors import InvalidRequest, IopError, Unsupported
+from iop.core.errors import InvalidRequest, Unsupported
 
-__all__ = ["NO_HEAD", "HeaderList", "RequestHead", "check_framing", "split_target"]
+__all__ = ["NO_HEAD", "HeaderList", "RequestHead", "read_head", "split_target"]
 
 HeaderList: TypeAlias = list[tuple[bytes, bytes]]
 """Names in lower case, values without surrounding white space, in order of arrival."""
 
 _TARGET: Final = re.compile(rb"[\x21\x22\x24-\x7e]+")
+_FRAMING: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"expect"})
 _HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
 
 
@@ -67,6 +69,7 @@ NO_HEAD: Final = RequestHead(
 """Stands in where a request was refused before its head was understood."""
 
 
+@lru_cache(maxsize=256)
 def split_target(target: bytes) -> tuple[bytes, bytes]:
     """Split a request target into path and query.
 
@@ -89,28 +92,62 @@ def split_target(target: bytes) -> tuple[bytes, bytes]:
     return path, query
 
 
-def check_framing(head: RequestHead) -> IopError | None:
-    """Say why a head must be refused for the way it frames its message, or None. Such a connection is
-    closed.
+def read_head(
+    *, method: bytes, target: bytes, version: str, headers: HeaderList, is_keep_alive: bool
+) -> RequestHead:
+    """Judge a parsed head and make it.
+
+    Raises:
+        InvalidRequest: its target or framing is malformed or could be read in two ways.
+        Unsupported: a version or transfer coding that is not spoken here.
     """
-    if head.version not in ("1.1", "1.0"):
-        return Unsupported("Only HTTP/1.1 and HTTP/1.0 are spoken here.", reason="HTTP_VERSION")
-    hosts = head.get_all(b"host")
-    if len(hosts) > 1 or (not hosts and head.version == "1.1"):
-        return InvalidRequest("Exactly one Host header is required.", reason="MALFORMED_REQUEST")
-    if hosts and _HOST.fullmatch(hosts[0]) is None:
-        return InvalidRequest("The Host header is malformed.", reason="MALFORMED_REQUEST")
-    coding = head.get(b"transfer-encoding")
+    path, query = split_target(target)
+    length: int | None = None
+    coding = expect = None
+    hosts = 0
+    for name, value in headers:
+        if name not in _FRAMING:
+            continue
+        if name == b"host":
+            hosts += 1
+            if not _is_host(value):
+                raise InvalidRequest("The Host header is malformed.", reason="MALFORMED_REQUEST")
+        elif name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding":
+            coding = value
+        else:
+            expect = value
+    if version not in ("1.1", "1.0"):
+        raise Unsupported("Only HTTP/1.1 and HTTP/1.0 are spoken here.", reason="HTTP_VERSION")
+    if hosts > 1 or (not hosts and version == "1.1"):
+        raise InvalidRequest("Exactly one Host header is required.", reason="MALFORMED_REQUEST")
     if coding is not None:
-        if head.version == "1.0":
-            return InvalidRequest("HTTP/1.0 has no transfer coding.", reason="MALFORMED_REQUEST")
-        if coding.strip(b" \t").lower() != b"chunked":
-            return Unsupported("The only transfer coding read here is chunked.", reason="TRANSFER_CODING")
-        if head.content_length is not None:
-            return InvalidRequest(
-                "A length beside a transfer coding is ambiguous.", reason="MALFORMED_REQUEST"
-            )
-    expect = head.get(b"expect")
+        _check_coding(coding, version=version, has_length=length is not None)
     if expect is not None and expect.lower() != b"100-continue":
-        return InvalidRequest("The only expectation met here is 100-continue.", reason="EXPECTATION")
-    return None
+        raise InvalidRequest("The only expectation met here is 100-continue.", reason="EXPECTATION")
+    return RequestHead(
+        method=method,
+        path=path,
+        query=query,
+        version=version,
+        headers=headers,
+        content_length=length,
+        is_chunked=coding is not None,
+        is_keep_alive=is_keep_alive,
+        expects_continue=expect is not None,
+    )
+
+
+def _check_coding(coding: bytes, *, version: str, has_length: bool) -> None:
+    if version == "1.0":
+        raise InvalidRequest("HTTP/1.0 has no transfer coding.", reason="MALFORMED_REQUEST")
+    if coding.strip(b" \t").lower() != b"chunked":
+        raise Unsupported("The only transfer coding read here is chunked.", reason="TRANSFER_CODING")
+    if has_length:
+        raise InvalidRequest("A length beside a transfer coding is ambiguous.", reason="MALFORMED_REQUEST")
+
+
+@lru_cache(maxsize=256)
+def _is_host(value: bytes) -> bool:
+    return _HOST.fullmatch(value) is not None

@@ -98,13 +98,16 @@ def request_headers(head: RequestHead, *, request_id: str, is_stream: bool) -> H
 
 def provider_headers(headers: Sequence[tuple[bytes, bytes]]) -> HeaderList:
     """The provider's headers that reach the caller, names in lower case; framing is ours to state."""
-    lowered = [(name.lower(), value) for name, value in headers]
-    named = _named_by_connection(lowered)
-    return [
-        (name, value)
-        for name, value in lowered
-        if name not in _NEVER_TO_CALLER and name not in named and not name.startswith(_OURS)
-    ]
+    kept: HeaderList = []
+    named = _NOTHING
+    for name, value in headers:
+        lowered = name.lower()
+        if lowered in _NEVER_TO_CALLER:
+            if lowered == b"connection" and value.lower() not in _USUAL_CONNECTIONS:
+                named |= _named_by_connection([(lowered, value)])
+        elif not lowered.startswith(_OURS):
+            kept.append((lowered, value))
+    return [field for field in kept if field[0] not in named] if named else kept
 
 
 def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:

@@ -444,8 +444,10 @@ def _prompts(raw: bytes) -> int:
 
 
 def _priority(exchange: Exchange, caller: Caller) -> int:
+    if caller.spec is None or not caller.spec.may_priority:
+        return 0
     value = exchange.head.get(b"x-iop-priority")
-    if value is None or caller.spec is None or not caller.spec.may_priority:
+    if value is None:
         return 0
     digits = value.removeprefix(b"-")
     if not digits.isdigit() or len(digits) > PRIORITY_DIGITS_MAX:
@@ -454,8 +456,10 @@ def _priority(exchange: Exchange, caller: Caller) -> int:
 
 
 def _session(exchange: Exchange, caller: Caller) -> str:
+    if caller.spec is None or not caller.spec.may_session:
+        return ""
     value = exchange.head.get(b"x-iop-session")
-    if value is None or caller.spec is None or not caller.spec.may_session:
+    if value is None:
         return ""
     if len(value) > SESSION_BYTES_MAX or not value.isascii():
         raise InvalidRequest(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import httptools
 
 from iop.api.http.exchange import Exchange
-from iop.api.http.head import NO_HEAD, HeaderList, RequestHead, check_framing, split_target
+from iop.api.http.head import NO_HEAD, HeaderList, read_head
 from iop.api.http.limits import (
     BACKLOG_BYTES_MAX,
     DROPPED_BODY_BYTES_MAX,
@@ -384,15 +384,19 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Parser: judge the head, let the handler admit or refuse it, and reserve room for its body."""
-        head = self._make_head()
+        parser = self._parser
         self._reading = _Reading.BODY
+        head = read_head(
+            method=parser.get_method(),
+            target=self._target,
+            version=parser.get_http_version(),
+            headers=self._headers,
+            is_keep_alive=parser.should_keep_alive(),
+        )
         now = self._server.now()
         self.deadline = now + self._limits.body_stall_timeout_s
         exchange = Exchange(self, head, started_at=now, body_limit=BACKLOG_BYTES_MAX)
         self._incoming = exchange
-        error = check_framing(head)
-        if error is not None:
-            raise error
         self._is_dropping = False
         # A request that came ahead of its turn is shown to the handler when its turn comes: it could be
         # refused only out of order.
@@ -451,30 +455,6 @@ class HttpConnection(asyncio.Protocol):
             self.deadline = self._server.now() + self._limits.idle_timeout_s
             return
         self._ready.append((exchange, body, self._is_deferred))
-
-    def _make_head(self) -> RequestHead:
-        parser = self._parser
-        path, query = split_target(self._target)
-        length: int | None = None
-        is_chunked = expects = False
-        for name, value in self._headers:
-            if name == b"content-length":
-                length = int(value)
-            elif name == b"transfer-encoding":
-                is_chunked = True
-            elif name == b"expect":
-                expects = True
-        return RequestHead(
-            method=parser.get_method(),
-            path=path,
-            query=query,
-            version=parser.get_http_version(),
-            headers=self._headers,
-            content_length=length,
-            is_chunked=is_chunked,
-            is_keep_alive=parser.should_keep_alive(),
-            expects_continue=expects,
-        )
 
     # ---- endings ----
 

@@ -126,15 +126,14 @@ class Relay:
         """Pass on the provider's head, and decide how its body is watched."""
         kind = coding = b""
         length: int | None = None
-        for name, value in headers:
-            lowered = name.lower()
-            if lowered == b"content-type":
-                kind = value.lower()
-            elif lowered == b"content-encoding":
-                coding = value.strip().lower()
-            elif lowered == b"content-length" and framing is BodyFraming.LENGTH:
-                length = int(value) if value.isdigit() else None
         out = provider_headers(headers)
+        for name, value in out:
+            if name == b"content-type":
+                kind = value.lower()
+            elif name == b"content-encoding":
+                coding = value.strip().lower()
+        if framing is BodyFraming.LENGTH:
+            length = _stated_length(headers)
         is_events = kind.startswith(b"text/event-stream")
         if coding and coding != b"identity":
             self._decoder = decoder_for(coding)
@@ -362,6 +361,13 @@ class Relay:
         owed, self._owed = self._owed, 0
         if owed and self._handle is not None:
             self._handle.consumed(owed)
+
+
+def _stated_length(headers: Sequence[Header]) -> int | None:
+    for name, value in headers:
+        if name.lower() == b"content-length":
+            return int(value) if value.isdigit() else None
+    return None
 
 
 class CountRelay(Relay):
