@@ -322,7 +322,7 @@ class FakeFleet:
 
     async def _until_connected(self, call: StepCall) -> None:
         """Wait for a briefly unreachable group; the core bounds the wait."""
-        while not all(self.ranks[p].connected for p in call.participant_ids):
+        while not all(self.ranks[p].connected for p in call.participant_ids):  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.2)
 
     def _fence(self, call: StepCall) -> None:

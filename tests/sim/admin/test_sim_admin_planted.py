@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from admin_checks import OPERATIONS, at_rest, check_at_rest, pause, prepare, update
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from admin_checks import OPERATIONS, at_rest, check_at_rest, pause, prepare, update  # noqa: E402
-
-from iop.admin import crew, executor, planner, recovery, settle  # noqa: E402
-from iop.admin import core as core_module  # noqa: E402
-from iop.admin.enums import AdminErrorCode  # noqa: E402
-from iop.admin.gates import gates_of  # noqa: E402
-from iop.admin.journal import Acceptance, Advance  # noqa: E402
-from iop.admin.results import OperationFailed  # noqa: E402
-from iop.testing.admin_world import AdminWorld, run_world  # noqa: E402
-from iop.testing.fake_participants import FaultKind  # noqa: E402
+from iop.admin import core as core_module
+from iop.admin import crew, executor, planner, recovery, settle
+from iop.admin.enums import AdminErrorCode
+from iop.admin.gates import gates_of
+from iop.admin.journal import Acceptance, Advance
+from iop.admin.results import OperationFailed
+from iop.testing.admin_world import AdminWorld, run_world
+from iop.testing.fake_participants import FaultKind
 
 
 async def faulty(world: AdminWorld, name: str, kind: FaultKind, step: str) -> None:

@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import os
 import random
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from admin_checks import (
     ABORT,
     DRAIN,

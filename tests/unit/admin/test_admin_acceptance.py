@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from admin_requests import (
     ABORT,
     DRAIN,

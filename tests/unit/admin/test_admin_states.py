@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from admin_requests import (
     DRAIN,
     B,
