@@ -30,6 +30,7 @@ from iop.admin.enums import (
     AdmissionPolicy,
     BusyPolicy,
     CacheKind,
+    ChangeDisposition,
     PauseMode,
     ProfilerKind,
     ReconfigurableField,
@@ -560,14 +561,26 @@ async def test_a_verification_of_another_version_fails(admin: AdminRig) -> None:
 
 
 async def test_what_only_native_steps_could_do_is_refused_as_unsupported(admin: AdminRig) -> None:
-    change = (ServingChange(field=ReconfigurableField.CAPACITY, value=4),)
-    for body in (
-        PrepareWeightsStep(model="m", source=DISK, weight_version="v1", hold_previous=True),
-        JudgeReconfigureStep(changes=change),
-    ):
-        with pytest.raises(Unsupported):
-            await admin.step(body)
+    with pytest.raises(Unsupported):
+        await admin.step(PrepareWeightsStep(model="m", source=DISK, weight_version="v1", hold_previous=True))
     assert admin.engine.world.fleet.effects == []
+
+
+@pytest.mark.clause("AD-47")
+@pytest.mark.parametrize(
+    ("value", "disposition"), [(4, ChangeDisposition.APPLIED), (100_000, ChangeDisposition.REJECTED)]
+)
+async def test_a_change_is_judged_without_being_made(
+    admin: AdminRig, value: int, disposition: ChangeDisposition
+) -> None:
+    change = (ServingChange(field=ReconfigurableField.CAPACITY, value=value),)
+    result = await admin.step(JudgeReconfigureStep(changes=change))
+    assert_all_ok(result)
+    assert [each.changes[0].disposition for each in result.participants] == [disposition] * 2
+    assert not any(each.changed for each in result.participants)
+    assert all(
+        rank.serving[ReconfigurableField.CAPACITY] == 8 for rank in admin.engine.world.fleet.members("g")
+    )
 
 
 @pytest.mark.clause("AD-47")

@@ -21,15 +21,15 @@ from iop.adapters.http_tunnel import refuse_tunnel
 from iop.adapters.openengine import steps
 from iop.adapters.openengine.admin_rpc import AdminRpc, OperationFailedError
 from iop.adapters.openengine.channel import bearer, check_authority, connect, error_of, open_channel
-from iop.admin.enums import AdminErrorCode, AdminOperationKind, PauseMode
+from iop.admin.enums import AdminErrorCode, AdminOperationKind, ChangeDisposition, PauseMode
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ActivePause, AdminProfile, ParticipantInfo
 from iop.admin.requests import (
     FlushCachesRequest,
     MutationRequest,
     PauseRequest,
-    ReconfigureServingRequest,
     ReleaseResourcesRequest,
+    ServingChange,
     StartProfileRequest,
     StopProfileRequest,
 )
@@ -227,18 +227,38 @@ class OpenEngineControl:
                 return await self._start_profile(call, call.body, profile)
             case StopProfileStep(profile_id=profile_id):
                 return await self._stop_profile(call, profile_id)
-            case JudgeReconfigureStep(changes=changes) | ReconfigureStep(changes=changes):
+            case JudgeReconfigureStep(changes=changes):
+                return await self._judge(call, changes, profile)
+            case ReconfigureStep(changes=changes):
                 self._require(profile, call, AdminOperationKind.RECONFIGURE_SERVING)
-                request_ = ReconfigureServingRequest(
-                    options=steps.options_of(call), target=steps.targets_of(call), changes=changes
+                wanted = steps.reconfigure_request(call, changes)
+                return _with_changes(call, await self._mutate(call, wanted, report))
+
+    async def _judge(
+        self, call: StepCall, changes: tuple[ServingChange, ...], profile: AdminProfile
+    ) -> StepResult:
+        """A dry run of the whole: an engine's server tells its blockers, not a judgement per field."""
+        self._require(profile, call, AdminOperationKind.RECONFIGURE_SERVING)
+        plan = await self._admin().plan(steps.reconfigure_request(call, changes, validate_only=True))
+        disposition = ChangeDisposition.REJECTED if plan.blockers else ChangeDisposition.APPLIED
+        return StepResult(
+            participants=tuple(
+                ParticipantOutcome(
+                    participant_id=each,
+                    changed=False,
+                    changes=tuple(
+                        ChangeResult(
+                            participant_id=each,
+                            field=change.field,
+                            disposition=disposition,
+                            detail="; ".join(plan.blockers)[:512],
+                        )
+                        for change in changes
+                    ),
                 )
-                if isinstance(call.body, JudgeReconfigureStep):
-                    raise Unsupported(
-                        "an engine's own server does not judge single fields without changing them",
-                        reason="NO_JUDGEMENT",
-                    )
-                result = await self._mutate(call, request_, report)
-                return _with_changes(call, result)
+                for each in call.participant_ids
+            )
+        )
 
     async def _pause(
         self, call: StepCall, body: PauseStep, profile: AdminProfile, report: ProgressSink

@@ -26,9 +26,11 @@ from iop.admin.requests import (
     MutationOptions,
     ParticipantTargets,
     PauseRequest,
+    ReconfigureServingRequest,
     ReleaseResourcesRequest,
     RestoreResourcesRequest,
     ResumeRequest,
+    ServingChange,
     UpdateWeightsRequest,
     WeightSource,
 )
@@ -332,6 +334,17 @@ def restore_request(
         options=options_of(call, suffix=suffix),
         resource_epoch=release.resource_epoch,
         kinds=tuple(kind for kind in release.kinds if kind in wanted),
+    )
+
+
+def reconfigure_request(
+    call: StepCall, changes: tuple[ServingChange, ...], *, validate_only: bool = False
+) -> ReconfigureServingRequest:
+    """Change serving values, or ask whether that would go."""
+    return ReconfigureServingRequest(
+        options=options_of(call, suffix="/check" if validate_only else "", validate_only=validate_only),
+        target=targets_of(call),
+        changes=changes,
     )
 
 
