@@ -8,9 +8,10 @@ import signal
 import stat
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
-from e2e_fleet import UP_FLAGS, alive, eventually, iop, running_fleet
+from e2e_fleet import STORY, UP_FLAGS, alive, eventually, iop, running_fleet
 
 pytestmark = pytest.mark.slow
 
@@ -78,3 +79,19 @@ def test_when_the_parent_is_killed_nothing_outlives_it(tmp_path: Path) -> None:
         fleet.process.kill()
         fleet.process.wait()
         eventually(lambda: alive(started) == [], "every part is gone", within_s=10)
+
+
+@pytest.mark.clause("AD-26", "AD-35")
+def test_a_pause_outlives_a_restart_of_everything_and_its_epoch_still_ends_it(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with running_fleet(home) as fleet:
+        epoch = fleet.admin("pause", "--all", "--mode", "drain")["result"]["pause"]["pause_epoch"]
+    with running_fleet(home) as fleet:
+        assert "Paused since an earlier run: iop-tiny" in (home / "up.out").read_text()
+        profile = fleet.admin("profile")
+        assert [pause["pause_epoch"] for pause in profile["pauses"]] == [epoch]
+        assert {participant["state"] for participant in profile["participants"]} == {"PAUSED"}
+        fleet.admin("resume", "--epoch", str(epoch))
+        client = openai.OpenAI(base_url=fleet.base_url, api_key="none", max_retries=0, timeout=20)
+        answer = client.chat.completions.create(model="iop-tiny", messages=STORY, max_tokens=3)  # type: ignore[arg-type]
+        assert answer.choices[0].message.content

@@ -25,10 +25,11 @@ from iop.app.home import RUN_FILE, RunFile, open_home, write_private
 from iop.app.part import Part, how_it_ended
 from iop.app.process import Process
 from iop.app.sources import OsSecrets
+from iop.client.ops import OpsClient, OpsTarget
 from iop.config import EdgeConfig, EngineConfig, NodeConfig, Sources, load_edge, load_engine
 from iop.config.loader import variable_names
 from iop.config.values import Address
-from iop.core.errors import Unavailable
+from iop.core.errors import IopError, Unavailable
 
 __all__ = ["Started", "Up", "UpOptions", "environment_of"]
 
@@ -37,6 +38,9 @@ START_TIMEOUT_S: Final = 60.0
 
 PART_GRACE_S: Final = 5.0
 """How long a part that serves nobody may take to stop before it is killed."""
+
+STATUS_TIMEOUT_S: Final = 3.0
+"""The question is a courtesy; nothing waits longer for it."""
 
 LISTENERS: Final = ("http", "openengine", "admin", "ops", "nodes")
 
@@ -58,12 +62,13 @@ class UpOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """Everything serves: what runs, the model, and how long it took."""
+    """Everything serves: what runs, the model, how long it took, and which models an earlier run left paused."""
 
     run: RunFile
     model: str
     elapsed_s: float
     home: Path
+    paused: tuple[str, ...] = ()
 
 
 class Up:
@@ -148,7 +153,9 @@ class Up:
             tokens=tokens.roles,
         )
         write_private(home / RUN_FILE, run.to_json(with_tokens=True))
-        return Started(run=run, model=str(engine["model"]), elapsed_s=time.monotonic() - begun, home=home)
+        elapsed_s = time.monotonic() - begun
+        paused = await asyncio.to_thread(_paused_models, run)
+        return Started(run=run, model=str(engine["model"]), elapsed_s=elapsed_s, home=home, paused=paused)
 
     async def _start_part(self, name: str, arguments: list[str], logs: Path) -> Mapping[str, Any]:
         self._on_step(name)
@@ -234,6 +241,18 @@ def _try_bind(address: Address) -> None:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         trial.bind((address.host, address.port))
         trial.listen(1)
+
+
+def _paused_models(run: RunFile) -> tuple[str, ...]:
+    """Models that wait for a resume: pauses outlive restarts (AD-26), and a newcomer would see a chat that hangs."""
+    if "ops" not in run.addresses:
+        return ()
+    target = OpsTarget(address=run.addresses["ops"], token=run.tokens["viewer"], timeout_s=STATUS_TIMEOUT_S)
+    try:
+        models = OpsClient(target).status()["models"]
+    except IopError:
+        return ()
+    return tuple(str(model["id"]) for model in models if model["paused"])
 
 
 def _as_flags(listen: Mapping[str, str], prefix: str) -> dict[str, tuple[str, str]]:

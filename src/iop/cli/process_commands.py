@@ -253,6 +253,10 @@ def _what_to_try(started: Any) -> list[str]:
         f"  {iop} admin flush --all --kind prefix",
         f"  {iop} admin profile",
         "",
+        *(
+            f"Paused since an earlier run: {name}. Requests wait; iop admin profile tells the epoch to resume."
+            for name in started.paused
+        ),
         f"State, logs and tokens: {started.home}",
     ]
 
