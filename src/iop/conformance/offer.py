@@ -170,7 +170,10 @@ class Offer:
         )
 
     def update(self, key: str, *, version: str, path: str = MISSING_PATH, **options: Any) -> Any:
-        """An update from disk that pauses what it must."""
+        """An update from disk that pauses what it must.
+
+        It says `allow_irreversible`: nobody may know where the weights of the start can be read again.
+        """
         return pb.UpdateWeightsRequest(
             options=pb.MutationOptions(idempotency_key=key, **options),
             model=self.model,
@@ -181,6 +184,7 @@ class Offer:
             weight_version=version,
             quiesce=self.pause_spec(field="quiesce_modes", rpc="UpdateWeights"),
             cache_policy=self.one("UpdateWeights", "cache_policies", prefer=pb.CACHE_POLICY_FLUSH),
+            allow_irreversible=True,
         )
 
     def start_profile(self, key: str, **options: Any) -> Any:

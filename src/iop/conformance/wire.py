@@ -80,7 +80,9 @@ class Answer:
         Raises:
             CheckFailed: the call was refused, or its stream ended otherwise.
         """
-        require(self.is_ok, saw=f"{self.rpc} refused: {self.told()}", wants="the request to be accepted")
+        what = f"end after {len(self.messages)} events with" if self.messages else "refused:"
+        wants = "one terminal event, then OK (AD-21)" if self.messages else "the request to be accepted"
+        require(self.is_ok, saw=f"{self.rpc} {what} {self.told()}", wants=wants)
         require(
             self.messages,
             saw=f"a stream of {self.rpc} without any event",

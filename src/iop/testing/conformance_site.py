@@ -13,12 +13,12 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-from iop.admin.core import AdminCore
+from iop.admin.core import AdminCore, CoreTiming
 from iop.admin.enums import AdminErrorCode, BusyPolicy, CacheOutcome, ParticipantPhase, PauseMode
 from iop.admin.participant import ProgressSink
-from iop.admin.permissions import PRESETS
+from iop.admin.permissions import PRESETS, Permission
 from iop.admin.results import CacheResult, ParticipantError
 from iop.admin.steps import (
     CommitWeightsStep,
@@ -32,7 +32,7 @@ from iop.admin.steps import (
 )
 from iop.api.grpc.auth import PrincipalDirectory, PrincipalGrant, secret_sha256
 from iop.api.grpc.listeners import admin_listener
-from iop.api.grpc.server import GrpcListener, ListenerSettings
+from iop.api.grpc.server import ListenerSettings
 from iop.conformance.bench import Target
 from iop.conformance.hooks import HookName, HookPhase
 from iop.core.ids import OperationId
@@ -102,8 +102,7 @@ class Recipe:
     core: Callable[..., AdminCore] = AdminCore
     journal: Callable[..., MemoryJournal] = MemoryJournal
     fleet: Callable[[], SiteFleet] = SiteFleet
-    operations: Callable[[AdminCore], Any] = field(default=lambda core: core)
-    listener: Callable[..., GrpcListener] = admin_listener
+    presets: Mapping[str, frozenset[Permission]] = field(default_factory=lambda: PRESETS)
 
 
 class ConformanceSite:
@@ -118,6 +117,7 @@ class ConformanceSite:
         self._relay: TcpRelay | None = None
         self._restarting = asyncio.Event()
         self._serving = asyncio.Event()
+        self._down = asyncio.Event()
         self.hooks = SiteHooks(self)
 
     def target(self) -> Target:
@@ -148,14 +148,16 @@ class ConformanceSite:
             clock=clock,
             new_id=lambda: OperationId(f"op-{next(self._ids)}"),
             owner="site",
+            timing=CoreTiming(first_look_timeout_s=0.5, reconcile_wait_s=0.5),
         )
         settings = ListenerSettings(address=self._address, stop_grace_s=0.0)
-        listener = self._recipe.listener(self._recipe.operations(core), _principals(), settings)
+        listener = admin_listener(core, _principals(self._recipe.presets), settings)
         async with asyncio.TaskGroup() as tasks:
             runner = tasks.create_task(core.run(), name="core")
             await core.wait_ready()
             async with listener.serving():
                 self._address = listener.address
+                self._down.clear()
                 self._serving.set()
                 try:
                     await self._restarting.wait()
@@ -163,12 +165,12 @@ class ConformanceSite:
                     # As if killed: whatever it is doing stays undone until the next one recovers it.
                     runner.cancel()
                     self._serving.clear()
+                    self._down.set()
 
     async def restart(self) -> None:
         """End the server in mid-flight and start the next one on the same store and address."""
         self._restarting.set()
-        while self._serving.is_set():
-            await asyncio.sleep(0)
+        await self._down.wait()
         await self._serving.wait()
 
     def cut(self) -> None:
@@ -205,10 +207,10 @@ class SiteHooks:
                 self._site.fleet.faults.clear()
 
 
-def _principals() -> PrincipalDirectory:
+def _principals(presets: Mapping[str, frozenset[Permission]]) -> PrincipalDirectory:
     return PrincipalDirectory(
         [
-            PrincipalGrant(name=role, permissions=PRESETS[role], token_sha256=secret_sha256(token))
+            PrincipalGrant(name=role, permissions=presets[role], token_sha256=secret_sha256(token))
             for role, token in TOKENS.items()
         ]
     )

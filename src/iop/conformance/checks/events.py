@@ -171,9 +171,11 @@ def _times_are_in_order(operation: Any) -> None:
 @check("AD-23-unknown-id")
 async def unknown_ids_are_not_found(bench: Bench) -> None:
     """GetOperation and WatchOperation of an unknown id are NOT_FOUND."""
-    get = await bench.call("GetOperation", pb.GetAdminOperationRequest(operation_id="no-such-operation"))
-    get.refused(grpc.StatusCode.NOT_FOUND)
-    watch = await bench.call(
-        "WatchOperation", pb.WatchAdminOperationRequest(operation_id="no-such-operation")
-    )
-    watch.refused(grpc.StatusCode.NOT_FOUND)
+    offer = await bench.offer()
+    _, known = await bench.flushed(offer)
+    for unknown in ("no-such-operation", known.operation_id + "0", known.operation_id[:-1]):
+        where = f"the operation {unknown!r}"
+        get = await bench.call("GetOperation", pb.GetAdminOperationRequest(operation_id=unknown))
+        get.refused(grpc.StatusCode.NOT_FOUND, where=where)
+        watch = await bench.call("WatchOperation", pb.WatchAdminOperationRequest(operation_id=unknown))
+        watch.refused(grpc.StatusCode.NOT_FOUND, where=where)

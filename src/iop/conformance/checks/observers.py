@@ -18,6 +18,9 @@ RUNNING_STATES = frozenset(
         pb.ADMIN_OPERATION_STATE_RUNNING,
     }
 )
+FAILS_S = 8.0
+"""How long an operation with a short deadline may take to end, with its rollback."""
+
 LEFT_S = 0.3
 """How long a server gets to do the wrong thing after an observer left."""
 
@@ -82,7 +85,7 @@ async def an_expired_operation_fails(bench: Bench) -> None:
     offer.need("Pause", "Resume")
     before = (await bench.profile()).revision
     async with bench.held():
-        answer = await bench.call("Pause", offer.pause(bench.key(), deadline_ms=500))
+        answer = await bench.call("Pause", offer.pause(bench.key(), deadline_ms=500), timeout_s=FAILS_S)
         end = answer.terminal
         require(
             end.HasField("failed"),
@@ -155,6 +158,7 @@ async def watch_goes_live(bench: Bench) -> None:
         whole = bench.open("WatchOperation", everything)
         the_rest = pb.WatchAdminOperationRequest(operation_id=running.operation_id, after_sequence=last)
         later = bench.open("WatchOperation", the_rest)
+        await whole.first()  # it is attached while the operation runs
         told = await running.finish()
         require(told.completed, saw="nothing", wants="completion")
         same_events(told, await whole.rest(), when="by a watcher from the start")

@@ -1,0 +1,78 @@
+"""The suite passes the right server and finds what is wrong with each wrong one (AD-102)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from iop.conformance.bench import Bench
+from iop.conformance.checks import all_checks
+from iop.conformance.model import Check, CheckResult, Outcome
+from iop.conformance.runner import run_suite
+from iop.testing.conformance_site import ConformanceSite, Recipe
+from iop.testing.wrong_servers import DEFECTS, Defect
+
+CHECKS = {one.check_id: one for one in all_checks()}
+NEEDS_INFERENCE = {
+    "AD-50-core-info",
+    "AD-41-queue",
+    "AD-41-reject",
+    "AD-41-drain",
+    "AD-41-abort",
+    "AD-41-keep",
+}
+CHEAP = sorted(
+    i for i in CHECKS if i.split("-")[1] in {"03", "04", "10", "11", "13", "14", "16", "17", "21", "23"}
+)
+OTHERS = 2
+BOUND_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Wrong servers crash a lot, and say so."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+async def judged(recipe: Recipe, checks: Sequence[Check]) -> dict[str, CheckResult]:
+    async with asyncio.timeout(BOUND_S), ConformanceSite(recipe).running() as site:
+        report = await run_suite(Bench(site.target(), site.hooks), checks)
+    return {result.check_id: result for result in report.results}
+
+
+@pytest.mark.slow
+@pytest.mark.clause("AD-102")
+async def test_the_right_server_passes_everything() -> None:
+    results = await judged(Recipe(), all_checks())
+    failed = {i: r.detail for i, r in results.items() if r.outcome is Outcome.FAIL}
+    assert not failed
+    assert {i for i, r in results.items() if r.outcome is Outcome.NOT_RUN} == NEEDS_INFERENCE
+    assert {i for i, r in results.items() if r.outcome is Outcome.SKIP} == {"AD-15-kinds-refused"}
+
+
+@pytest.mark.slow
+@pytest.mark.clause("AD-102")
+@pytest.mark.parametrize("defect", DEFECTS, ids=str)
+async def test_the_suite_names_the_defect_of(defect: Defect) -> None:
+    others = random.Random(defect.name).sample([i for i in CHEAP if i not in defect.caught_by], OTHERS)
+    with defect.patch():
+        results = await judged(defect.recipe, [CHECKS[i] for i in (*defect.caught_by, *others)])
+    missed = [i for i in defect.caught_by if results[i].outcome is not Outcome.FAIL]
+    assert not missed, f"{defect.name!r} was not seen by {missed}"
+    for check_id in defect.caught_by:
+        detail = results[check_id].detail
+        assert detail.startswith("saw "), detail
+        assert "the contract wants" in detail
+
+
+def test_there_are_at_least_thirty_wrong_servers_and_each_is_seen_by_name() -> None:
+    assert len({defect.name for defect in DEFECTS}) == len(DEFECTS) >= 30
+    for defect in DEFECTS:
+        assert defect.caught_by
+        assert set(defect.caught_by) <= set(CHECKS)
