@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from iop.adapters.base import TunnelStream
-from iop.adapters.http_upstream import HttpExchange, HttpRequest, UpstreamError, UpstreamFailure
+from iop.adapters.http_exchange import HttpRequest, UpstreamError, UpstreamFailure
+from iop.adapters.http_upstream import HttpExchange
 from iop.wire.messages import BodyFraming, CancelReason, Header, StreamError, StreamErrorCode
 
 HOP_BY_HOP: Final = frozenset(

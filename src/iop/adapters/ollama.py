@@ -18,17 +18,16 @@ from iop.adapters.base import (
     RunStream,
     TunnelStream,
 )
-from iop.adapters.http_tunnel import refuse_tunnel, stream_error_of
-from iop.adapters.http_upstream import (
+from iop.adapters.http_exchange import (
     HEADERS_TIMEOUT_S,
-    HttpExchange,
     HttpRequest,
-    HttpUpstream,
     Origin,
     UpstreamError,
     UpstreamFailure,
     client_ssl_context,
 )
+from iop.adapters.http_tunnel import refuse_tunnel, stream_error_of
+from iop.adapters.http_upstream import HttpExchange, HttpUpstream
 from iop.adapters.ollama_codec import AnswerReader, chat_request, has_tools, refuses_tools
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ParticipantInfo

@@ -24,17 +24,16 @@ from iop.adapters.base import (
     RunStream,
     TunnelStream,
 )
-from iop.adapters.http_tunnel import HttpTunnel, engine_headers, refuse_tunnel
-from iop.adapters.http_upstream import (
-    CONNECT_TIMEOUT_S,
+from iop.adapters.http_exchange import (
     HEADERS_TIMEOUT_S,
     HttpRequest,
-    HttpUpstream,
     Origin,
     UpstreamError,
     UpstreamFailure,
     client_ssl_context,
 )
+from iop.adapters.http_tunnel import HttpTunnel, engine_headers, refuse_tunnel
+from iop.adapters.http_upstream import CONNECT_TIMEOUT_S, HttpUpstream
 from iop.adapters.profiles import (
     DEFAULT_PROFILE,
     ForbiddenPathError,

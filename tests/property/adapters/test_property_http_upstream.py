@@ -10,16 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from iop.adapters.http_upstream import (
-    READ_BYTES,
-    HttpExchange,
-    HttpRequest,
-    HttpUpstream,
-    Origin,
-    UpstreamError,
-    UpstreamFailure,
-    _Connection,
-)
+from iop.adapters.http_exchange import HttpRequest, Origin, UpstreamError, UpstreamFailure
+from iop.adapters.http_upstream import READ_BYTES, HttpExchange, HttpUpstream, _Connection
 from iop.adapters.ollama_codec import AnswerReader
 from iop.core.errors import RemoteProtocolError
 from iop.wire.messages import BodyFraming, RunEventType
