@@ -187,7 +187,7 @@ class Executor:
     async def _go_forward(self) -> AdminError | None:
         """Run the phases that are left, then complete. Returns why it did not."""
         phases = self._record.spec.phases
-        for index in range(self._record.moves.phase_index, len(phases)):
+        for index in range(self._first_phase(), len(phases)):
             failure = self._called_off()
             if failure is None and phases[index].commits and not self._record.moves.committed:
                 failure = await self._commit(index)
@@ -199,6 +199,12 @@ class Executor:
             last = self._record.spec.phases[-1]
             return _failure_of(last, list(self._dropped.values()))
         return await self._complete()
+
+    def _first_phase(self) -> int:
+        """Where to go on. After the commit every phase is looked at again: some groups may have been left behind."""
+        if self._record.moves.committed:
+            return next(index for index, phase in enumerate(self._record.spec.phases) if phase.commits)
+        return self._record.moves.phase_index
 
     def _called_off(self) -> AdminError | None:
         if self._record.moves.committed:
@@ -345,7 +351,8 @@ class Executor:
         A step that was begun before a restart keeps its number, so that who executed it already knows it (AD-36).
         """
         known = {s.group_id: s for s in self._steps.values() if s.phase_index == index and not s.is_undo}
-        numbers = {known[g.group_id].step for g in groups if g.group_id in known}
+        open_steps = {group for group, s in known.items() if s.result is None}
+        numbers = {known[g.group_id].step for g in groups if g.group_id in open_steps}
         number = min(numbers) if numbers and not fresh else self._record.moves.next_step
         records = [
             StepRecord(

@@ -145,6 +145,15 @@ async def scenario(world: AdminWorld, seed: int) -> None:
         assert world.store.desired.quarantines == {}
 
 
+FOUND = (2, 8, 11, 20, 38, 77, 98, 152, 248, 2085, 5485)
+"""Seeds that found a bug once."""
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_histories_that_found_a_bug_stay_clean(seed: int) -> None:
+    run_world(lambda world: scenario(world, seed))
+
+
 def _seeds() -> range:
     first, _, count = os.environ.get("IOP_SIM_SEEDS", "0:60").partition(":")
     return range(int(first), int(first) + int(count or 1))
