@@ -92,7 +92,7 @@ class Edge:
 
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self._tasks)
-        self._tasks.start(self.nodes.run(), "edge nodes")
+        self._tasks.start(self.nodes.run, "edge nodes")
         return self
 
     async def __aexit__(

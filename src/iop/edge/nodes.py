@@ -12,6 +12,7 @@ import hmac
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from math import ceil
 from typing import Final, Protocol, assert_never
@@ -318,7 +319,7 @@ class Nodes:
                 session = self._sessions.get(effect.connection)
                 if session is not None:
                     name = f"refresh {effect.node.id} {effect.revision}"
-                    self._tasks.start(self._push(effect, session), name)
+                    self._tasks.start(partial(self._push, effect, session), name)
             case NodeEvent():
                 log.info(effect.name, extra={"node_id": effect.node, "reason": effect.reason})
             case _:

@@ -13,47 +13,42 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Final, Protocol
 
 from iop.admin.enums import (
     AdminErrorCode,
-    AdmissionPolicy,
     DrainTimeoutAction,
-    ParticipantPhase,
     PauseMode,
     ReconfigurableField,
 )
 from iop.admin.participant import AdmissionGate, ProgressSink
 from iop.admin.profile import ParticipantInfo
 from iop.admin.requests import ServingChange
-from iop.admin.results import ParticipantError
 from iop.admin.steps import (
-    ApplyWeightsStep,
-    CommitWeightsStep,
     ParticipantOutcome,
     ParticipantReadBack,
     PauseStep,
-    PrepareWeightsStep,
     ReconfigureStep,
     ResumeStep,
     Step,
     StepCall,
     StepProgress,
     StepResult,
-    UndoWeightsStep,
-    VerifyWeightsStep,
     WorkCounts,
 )
 from iop.core.errors import DeadlineExceeded, IopError, NotFound, PreconditionFailed, Unavailable
 from iop.core.ids import GroupId, NodeId, ParticipantId
 from iop.edge.calls import ProviderKey
 from iop.edge.dispatch import Dispatcher
+from iop.edge.groups import Group, group_id
 from iop.edge.nodes import Nodes
 from iop.edge.outcomes import UNKNOWN_VERSION
-from iop.edge.pools import OPEN_GATE, RECONCILE_GATE, GateMode, ProviderGate
+from iop.edge.pools import ProviderGate
 from iop.edge.scrub import scrub
 from iop.edge.snapshot import EdgeSnapshot
+from iop.edge.step_words import in_engine_words, in_our_words, same_failure, together
 from iop.edge.tasks import TaskOwner
 from iop.wire.messages import (
     AdminStep,
@@ -106,63 +101,6 @@ class StepCodec(Protocol):
         ...
 
 
-def group_id(key: ProviderKey) -> GroupId:
-    """The group of one provider."""
-    return GroupId(f"{key.node}/{key.provider}")
-
-
-@dataclass(slots=True, kw_only=True)
-class _Group:
-    """What is known of one provider's ranks.
-
-    Attributes:
-        local_id: the Node's own name of the group.
-        infos: by our id, in rank order.
-        local_of: the Node's own participant ids by ours.
-        is_current: told by the generation that is connected now.
-        gates: as the core last said, since the last activation.
-    """
-
-    key: ProviderKey
-    local_id: str = ""
-    infos: dict[ParticipantId, ParticipantInfo] = field(default_factory=dict)
-    local_of: dict[ParticipantId, str] = field(default_factory=dict)
-    versions: dict[ParticipantId, str] = field(default_factory=dict)
-    is_current: bool = False
-    trouble: str = ""
-    gates: dict[ParticipantId, AdmissionGate] = field(default_factory=dict)
-
-    def gate(self) -> ProviderGate:
-        """The one gate that follows from those of the ranks; a rank that was never opened keeps it closed."""
-        if not self.infos:
-            return RECONCILE_GATE
-        held: dict[str, None] = {}
-        modes: set[GateMode] = set()
-        for participant in self.infos:
-            gate = self.gates.get(participant)
-            if gate is None:
-                held["reconciliation"] = None
-                modes.add(GateMode.RECONCILING)
-            elif not gate.is_open:
-                held.update(dict.fromkeys(gate.held_by))
-                modes.add(_mode_of(gate))
-        if not modes:
-            return OPEN_GATE
-        strictest = next(mode for mode in _STRICTEST_FIRST if mode in modes)
-        return ProviderGate(mode=strictest, held_by=tuple(held))
-
-
-_STRICTEST_FIRST: Final = (GateMode.QUARANTINED, GateMode.REJECT, GateMode.QUEUE, GateMode.RECONCILING)
-
-
-def _mode_of(gate: AdmissionGate) -> GateMode:
-    if "quarantine" in gate.held_by:
-        return GateMode.QUARANTINED
-    if all(holder == "reconciliation" for holder in gate.held_by):
-        return GateMode.RECONCILING
-    return GateMode.REJECT if gate.admission is AdmissionPolicy.REJECT else GateMode.QUEUE
-
-
 class Participants:
     """Implements ``ParticipantDriver`` and ``NodeWatcher``.
 
@@ -190,7 +128,7 @@ class Participants:
         self._codec = codec
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
-        self._groups: dict[ProviderKey, _Group] = {}
+        self._groups: dict[ProviderKey, Group] = {}
         self._versions = weight_labels
         self._on_change: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
@@ -212,9 +150,9 @@ class Participants:
         for key in self._groups.keys() - wanted:
             del self._groups[key]
         for key in sorted(wanted - self._groups.keys(), key=str):
-            self._groups[key] = _Group(key=key)
+            self._groups[key] = Group(key=key)
             if self._nodes.connection_of(key.node) is not None:
-                self._tasks.start(self._discover(key), f"discover {key}")
+                self._tasks.start(partial(self._discover, key), f"discover {key}")
         self._notify()
 
     def weight_version(self, key: ProviderKey) -> str:
@@ -234,7 +172,7 @@ class Participants:
             if key.node == node:
                 group.gates.clear()
                 group.is_current = False
-                self._tasks.start(self._discover(key), f"discover {key}")
+                self._tasks.start(partial(self._discover, key), f"discover {key}")
 
     def node_lost(self, node: NodeId) -> None:
         """Its ranks are offline."""
@@ -282,7 +220,7 @@ class Participants:
         if isinstance(call.body, PauseStep):
             counted = await self._quiesce(group.key, call.body, call.timeout_s)
             if counted is None:
-                return _same_failure(
+                return same_failure(
                     call, AdminErrorCode.DRAIN_TIMEOUT, "work was still running", changed=False
                 )
             before = counted
@@ -292,7 +230,7 @@ class Participants:
         if isinstance(call.body, ReconfigureStep) and all(o.error is None for o in result.participants):
             self._override(group.key, call.body.changes)
         self._learn_versions(group, result.participants)
-        return replace(result, work=_together(before, result.work))
+        return replace(result, work=together(before, result.work))
 
     async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
         """Ask the engines how they stand, one question per provider, side by side (AD-104)."""
@@ -351,19 +289,19 @@ class Participants:
             log.warning("pause.abort_unconfirmed", extra={"provider": str(key)})
         return aborted
 
-    async def _send(self, call: StepCall, group: _Group, report: ProgressSink) -> StepResult:
+    async def _send(self, call: StepCall, group: Group, report: ProgressSink) -> StepResult:
         """Send the step until one answer is there: the same step again after each reconnect (AD-36, EN-117)."""
         deadline = self._loop.time() + call.timeout_s
         while True:
             left_s = deadline - self._loop.time()
             if left_s <= 0:
-                return _same_failure(call, AdminErrorCode.DEADLINE_EXCEEDED, "the step's time was up")
+                return same_failure(call, AdminErrorCode.DEADLINE_EXCEEDED, "the step's time was up")
             connection = self._nodes.connection_of(group.key.node)
             if connection is None or not group.is_current:
                 await self._wait_for_change(left_s)
                 continue
             locals_of = group.local_of
-            request, payload = self._codec.encode_step(self._in_engine_words(call.body, group.key))
+            request, payload = self._codec.encode_step(in_engine_words(call.body, group.key, self._snapshot))
             step = AdminStep(
                 operation_id=call.operation_id,
                 ordinal=call.ordinal,
@@ -385,18 +323,16 @@ class Participants:
                 await asyncio.sleep(0)  # the connection is gone; its loss is noticed in this turn or the next
                 continue
             except DeadlineExceeded:
-                return _same_failure(
-                    call, AdminErrorCode.DEADLINE_EXCEEDED, "the Node did not answer in time"
-                )
+                return same_failure(call, AdminErrorCode.DEADLINE_EXCEEDED, "the Node did not answer in time")
             if answer.refused_code == "busy":
                 await asyncio.sleep(min(BUSY_RETRY_S, left_s))
                 continue
             return self._result(call, group, answer)
 
-    def _result(self, call: StepCall, group: _Group, answer: AdminStepResult) -> StepResult:
+    def _result(self, call: StepCall, group: Group, answer: AdminStepResult) -> StepResult:
         match answer.refused_code:
             case "":
-                return self._in_our_words(group, self._codec.decode_result(answer.outcome))
+                return in_our_words(group, self._codec.decode_result(answer.outcome))
             case "stale_step":
                 raise PreconditionFailed(
                     "a newer step was seen for these participants",
@@ -404,12 +340,12 @@ class Participants:
                     details={"group_id": call.group_id},
                 )
             case "unavailable":
-                return _same_failure(call, AdminErrorCode.PARTICIPANT_FAILED, scrub(answer.refused_reason))
+                return same_failure(call, AdminErrorCode.PARTICIPANT_FAILED, scrub(answer.refused_reason))
             case _:
                 reason = scrub(answer.refused_reason)
-                return _same_failure(call, AdminErrorCode.PARTICIPANT_FAILED, reason, changed=False)
+                return same_failure(call, AdminErrorCode.PARTICIPANT_FAILED, reason, changed=False)
 
-    def _progressed(self, group: _Group, event: AdminStepEvent, report: ProgressSink) -> None:
+    def _progressed(self, group: Group, event: AdminStepEvent, report: ProgressSink) -> None:
         try:
             progress = self._codec.decode_progress(event.progress)
         except IopError:
@@ -418,44 +354,6 @@ class Participants:
         participant = ours.get(progress.participant_id)
         if participant is not None:
             report(replace(progress, participant_id=participant, message=scrub(progress.message)))
-
-    def _in_engine_words(self, step: Step, key: ProviderKey) -> Step:
-        """Model names as the provider knows them; callers and the core use public ones (AD-15)."""
-        if not isinstance(
-            step,
-            PrepareWeightsStep | ApplyWeightsStep | VerifyWeightsStep | CommitWeightsStep | UndoWeightsStep,
-        ):
-            return step
-        model = self._snapshot.find_model(step.model)
-        if model is not None:
-            for member in model.members:
-                if member.key == key:
-                    return replace(step, model=member.target)
-        return step
-
-    def _in_our_words(self, group: _Group, result: StepResult) -> StepResult:
-        ours = {local: participant for participant, local in group.local_of.items()}
-
-        def name(participant: ParticipantId) -> ParticipantId:
-            return ours.get(participant, participant)
-
-        return replace(
-            result,
-            participants=tuple(
-                replace(
-                    outcome,
-                    participant_id=name(outcome.participant_id),
-                    error=_scrubbed(outcome.error),
-                    caches=tuple(replace(c, participant_id=name(c.participant_id)) for c in outcome.caches),
-                    amounts=tuple(replace(a, participant_id=name(a.participant_id)) for a in outcome.amounts),
-                    changes=tuple(replace(c, participant_id=name(c.participant_id)) for c in outcome.changes),
-                    artifacts=tuple(
-                        replace(a, participant_id=name(a.participant_id)) for a in outcome.artifacts
-                    ),
-                )
-                for outcome in result.participants
-            ),
-        )
 
     # ---- knowledge of ranks ----
 
@@ -482,7 +380,7 @@ class Participants:
             await self._wait_for_change(wait_s)
             wait_s = min(wait_s * 2, wait_max_s)
 
-    async def _question(self, group: _Group) -> Sequence[ParticipantReport]:
+    async def _question(self, group: Group) -> Sequence[ParticipantReport]:
         connection = self._nodes.connection_of(group.key.node)
         if connection is None:
             raise Unavailable("the Node is not connected")
@@ -498,7 +396,7 @@ class Participants:
             raise Unavailable(answer.reason or "the Node could not tell its participants")
         return [report for report in answer.participants if report.adapter == group.key.provider]
 
-    async def _ask(self, group: _Group, answers: dict[ParticipantId, ParticipantReadBack]) -> None:
+    async def _ask(self, group: Group, answers: dict[ParticipantId, ParticipantReadBack]) -> None:
         if not group.is_current:
             return
         try:
@@ -508,7 +406,7 @@ class Participants:
             log.info("read_back.failed", extra={"provider": str(group.key), "reason": error.message})
 
     def _learn(
-        self, group: _Group, reports: Iterable[ParticipantReport]
+        self, group: Group, reports: Iterable[ParticipantReport]
     ) -> dict[ParticipantId, ParticipantReadBack]:
         """Take in what a Node told of a provider's ranks; what it read back, by our ids."""
         key = group.key
@@ -544,7 +442,7 @@ class Participants:
         return read_backs
 
     def _replace_infos(
-        self, group: _Group, infos: Sequence[ParticipantInfo], local_of: dict[ParticipantId, str]
+        self, group: Group, infos: Sequence[ParticipantInfo], local_of: dict[ParticipantId, str]
     ) -> None:
         new = {info.participant_id: info for info in infos}
         if new == group.infos and local_of == group.local_of:
@@ -590,13 +488,13 @@ class Participants:
                 case _:
                     pass  # roles, sizes and names are the engine's own business
 
-    def _learn_versions(self, group: _Group, outcomes: Iterable[ParticipantOutcome]) -> None:
+    def _learn_versions(self, group: Group, outcomes: Iterable[ParticipantOutcome]) -> None:
         for outcome in outcomes:
             if outcome.weight_version and outcome.participant_id in group.infos:
                 group.versions[outcome.participant_id] = outcome.weight_version
         self._publish_version(group)
 
-    def _publish_version(self, group: _Group) -> None:
+    def _publish_version(self, group: Group) -> None:
         labels = set(group.versions.values())
         if len(labels) == 1 and "" not in labels:
             self._versions[group.key] = next(iter(labels))
@@ -609,7 +507,7 @@ class Participants:
         if gates:
             self._dispatcher.set_gates(gates.items())
 
-    def _group(self, wanted: GroupId) -> _Group:
+    def _group(self, wanted: GroupId) -> Group:
         for group in self._groups.values():
             if group_id(group.key) == wanted:
                 return group
@@ -630,28 +528,3 @@ class Participants:
                 await self._changed.wait()
         except TimeoutError:
             pass
-
-
-def _together(edge: WorkCounts, engine: WorkCounts) -> WorkCounts:
-    """One count per request: the Edge's streams ended before the engine was asked, but frozen ones are in both."""
-    return WorkCounts(
-        drained=edge.drained + engine.drained,
-        aborted=edge.aborted + engine.aborted,
-        kept=max(edge.kept, engine.kept),
-        resumed=engine.resumed,
-    )
-
-
-def _scrubbed(error: ParticipantError | None) -> ParticipantError | None:
-    """The engine's own words, without where it lives (EN-04)."""
-    return None if error is None else replace(error, message=scrub(error.message))
-
-
-def _same_failure(call: StepCall, code: AdminErrorCode, message: str, *, changed: bool = True) -> StepResult:
-    error = ParticipantError(code=code, message=message[:500], step=ParticipantPhase.APPLYING, retryable=True)
-    return StepResult(
-        participants=tuple(
-            ParticipantOutcome(participant_id=participant, error=error, changed=changed)
-            for participant in call.participant_ids
-        )
-    )

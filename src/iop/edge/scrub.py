@@ -10,10 +10,10 @@ TEXT_CHARS_MAX: Final = 2000
 
 _ADDRESS: Final = re.compile(
     r"""
-    [a-z][a-z0-9+.-]*://[^\s"'<>)\]]+            # a URL, whatever its scheme
-    | \[[0-9a-f:.]*:[0-9a-f:.]*(?:%\w+)?\](?::\d+)?      # [IPv6], with or without a port
+    \b[a-z][a-z0-9+.-]{1,30}://[^\s"'<>)\]]+            # a URL, whatever its scheme
+    | \[(?=[^\]]{0,45}:[^\]]{0,45}:)[0-9a-f:.]{2,45}(?:%\w{1,16})?\](?::\d+)?      # [IPv6], with or without a port
     | \b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b       # IPv4, with or without a port
-    | \b(?:[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?\.)+[a-z][a-z0-9-]*:\d{1,5}\b   # name.domain:port
+    | \b(?:[a-z0-9_-]{1,63}\.){1,8}[a-z][a-z0-9-]{1,62}:\d{1,5}\b   # name.domain:port
     | \blocalhost(?::\d{1,5})?\b
     | \bunix:[^\s"'<>)\]]+
     """,

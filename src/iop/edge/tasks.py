@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -38,18 +38,20 @@ class TaskOwner:
         if group is not None:
             await group.__aexit__(kind, value, trace)
 
-    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run ``work`` under this owner; what it raises is logged, and nobody else is disturbed."""
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        """Run ``work`` under this owner; what it raises is logged, and nobody else is disturbed.
+
+        A function, not a coroutine: a task that is cancelled before its first turn never looks at its coroutine.
+        """
         if self._group is None or len(self._tasks) >= TASKS_MAX:
-            work.close()
             return
         task = self._group.create_task(self._guard(work, name), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guard(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         try:
-            await work
+            await work()
         except Exception:
             self.failed_total += 1
             log.exception("task.failed", extra={"task": name})

@@ -20,6 +20,7 @@ from iop.edge.handle import DispatchHandle, Phase
 from iop.edge.nodes import Nodes
 from iop.edge.outcomes import OutcomeBook
 from iop.edge.pools import Breaker, Granted, LeaseBook, Pools, Verdict
+from iop.edge.pools.provider import Provider
 from iop.edge.pools.queue import WaitClass, _Lane
 from iop.edge.registry import Activated, Closed, Fenced, ReadyAnswered, Registry
 from iop.wire.messages import CloseReason, StreamErrorCode
@@ -214,11 +215,11 @@ def the_returning_stand_in_the_wrong_order(patch: Patch) -> None:
 
 
 def long_slots_are_not_counted(patch: Patch) -> None:
-    right = Pools._has_room
+    right = Provider.has_room
     patch(
-        Pools,
-        "_has_room",
-        lambda self, provider, key, now: right(self, provider, key._replace(is_long=False), now),
+        Provider,
+        "has_room",
+        lambda self, key, leases, now: right(self, key._replace(is_long=False), leases, now),
     )
 
 

@@ -29,6 +29,7 @@ from iop.wire.messages import StreamError
         ("localhost:8000 and localhost", "[address] and [address]"),
         ("dial unix:/run/engine.sock: no such file", "dial [address] no such file"),
         ("version 1.2.3 of step 4:2 at 12:30:05", "version 1.2.3 of step 4:2 at 12:30:05"),
+        ("tokens [10] of [12:30]", "tokens [10] of [12:30]"),
         ("the model org/Real-8B is not loaded", "the model org/Real-8B is not loaded"),
     ],
 )
@@ -37,10 +38,10 @@ def test_addresses_are_taken_out_and_nothing_else(given, told):
 
 
 def test_hostile_texts_are_bounded_in_length_and_time():
-    began = time.perf_counter()
+    began = time.process_time()
     for text in ("a." * 100_000, "a-" * 100_000, "[" + ":" * 100_000, "1." * 100_000, "x://" * 50_000):
         assert len(scrub(text)) <= TEXT_CHARS_MAX
-    assert time.perf_counter() - began < 2.0
+    assert time.process_time() - began < 1.0
 
 
 @pytest.mark.clause("EN-04")

@@ -10,12 +10,12 @@ A pump looks only at the heads of the classes of the models that the touched pro
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from dataclasses import replace
 from math import ceil
 
 from iop.core.ids import Generation, LeaseId, ModelId, NodeId, ProviderId
 from iop.edge.calls import PRIORITY_MAX, PRIORITY_MIN, ProviderKey, Route, ServedTarget
+from iop.edge.pools import figures
 from iop.edge.pools.breaker import Breaker, Verdict
 from iop.edge.pools.gates import OPEN_GATE, RECONCILE_GATE, GateMode, ProviderGate
 from iop.edge.pools.leases import Lease, LeaseBook, LeaseKind
@@ -32,77 +32,16 @@ from iop.edge.pools.model import (
     WaiterId,
     Waiting,
 )
+from iop.edge.pools.provider import Provider, opaque_name
 from iop.edge.pools.queue import ClassKey, Condition, ModelQueue, WaitClass, Waiter
 from iop.edge.pools.selection import Affinities, Candidate, choose
-from iop.edge.snapshot import AdapterSpec, EdgeSnapshot, ModelSpec, PoolMember
+from iop.edge.snapshot import EdgeSnapshot, ModelSpec, PoolMember
 
 COMPARED_MAX = 32
 """Providers with room that are compared for one request. More would make each request of a large fleet pay for all."""
 
 RETRY_AFTER_MAX_S = 60.0
 """Callers are not sent away for longer: the fleet may have changed by then."""
-
-
-def opaque_name(key: ProviderKey) -> str:
-    """A stable name that tells callers providers apart and nothing else (EN-04, SF-13)."""
-    return "p-" + sha256(f"{key.node}\0{key.provider}".encode()).hexdigest()[:10]
-
-
-@dataclass(slots=True, kw_only=True)
-class Provider:
-    """One resource over all its generations (EN-92).
-
-    Attributes:
-        generation: of the Node that is activated now; ``None`` while it is away.
-        is_started: its adapter came up on the Node; else the Node would refuse whatever it is sent.
-        overrides: values that reconfiguration put over the file's (AD-47).
-        passed_over: picks that the long (True) or short (False) head lost to the other in a row (EN-111).
-    """
-
-    key: ProviderKey
-    name: str
-    spec: AdapterSpec
-    breaker: Breaker
-    generation: Generation | None = None
-    gate: ProviderGate = OPEN_GATE
-    busy_until: float = 0.0
-    last_picked: int = 0
-    is_configured: bool = True
-    is_started: bool = True
-    models: tuple[ModelId, ...] = ()
-    capacity_override: int | None = None
-    long_capacity_override: int | None = None
-    enabled_override: bool | None = None
-    passed_over: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
-
-    @property
-    def capacity(self) -> int:
-        """Configured or reconfigured slots."""
-        return self.spec.capacity if self.capacity_override is None else self.capacity_override
-
-    @property
-    def long_capacity(self) -> int:
-        """How many of them may be long."""
-        own = self.spec.long_capacity if self.long_capacity_override is None else self.long_capacity_override
-        return min(own, self.capacity)
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether the config, or who reconfigured it, wants it used."""
-        wanted = self.spec.enabled if self.enabled_override is None else self.enabled_override
-        return self.is_configured and wanted
-
-    @property
-    def is_live(self) -> bool:
-        """There, and wanted; gates and load aside."""
-        return self.generation is not None and self.is_started and self.is_enabled
-
-    def serves(self, key: ClassKey) -> bool:
-        """Whether it could ever take a demand of this class."""
-        operations = self.spec.operations
-        if operations is not None and key.operation not in operations:
-            return False
-        return not key.is_long or self.long_capacity > 0
 
 
 class Pools:
@@ -436,64 +375,19 @@ class Pools:
     def provider_figures(self, key: ProviderKey) -> ProviderFigures:
         """One resource for status (EN-91, EN-92). Zero and offline while its Node is away."""
         provider = self._providers[key]
-        status, health, reason = self._health(provider)
-        if not provider.is_live:
-            return ProviderFigures(
-                key=key,
-                name=provider.name,
-                status=status,
-                health=health,
-                capacity=0,
-                in_flight=0,
-                queued=0,
-                long_capacity=0,
-                long_in_flight=0,
-                long_queued=0,
-                gates=provider.gate.held_by,
-                reason=reason,
-            )
-        queued = long_queued = 0
-        for model_id in provider.models:
-            for class_key, lane in self._queues[model_id].classes.items():
-                if provider.serves(class_key):
-                    queued += len(lane)
-                    long_queued += len(lane) if class_key.is_long else 0
-        return ProviderFigures(
-            key=key,
-            name=provider.name,
-            status=status,
-            health=health,
-            capacity=provider.capacity,
-            in_flight=self.leases.in_flight(key),
-            queued=queued,
-            long_capacity=provider.long_capacity,
-            long_in_flight=self.leases.long_in_flight(key),
-            long_queued=long_queued,
-            gates=provider.gate.held_by,
-            reason=reason,
-        )
+        return figures.provider_figures(provider, self.leases, [self._queues[m] for m in provider.models])
 
     def model_figures(self, model_id: ModelId) -> ModelFigures:
         """One model for status."""
-        model = self._snapshot.models[model_id]
-        live = [provider for _, provider in self._members[model_id] if provider.is_live]
-        paused = [p for p in live if p.gate.mode in (GateMode.QUEUE, GateMode.REJECT)]
-        return ModelFigures(
-            model=model_id,
-            providers=tuple(dict.fromkeys(member.key for member in model.members)),
-            queue_depth=self._queues[model_id].depth,
-            queue_max=model.queue.max_waiters,
-            paused=bool(live) and len(paused) == len(live),
-            can_admit=any(p.gate.is_open for p in live),
-        )
+        providers = [provider for _, provider in self._members[model_id]]
+        return figures.model_figures(self._snapshot.models[model_id], providers, self._queues[model_id])
 
     def explain(self, demand: Demand, *, now: float) -> list[CandidateView]:
         """Why each member of the pool is eligible or not, at this moment."""
         key = ClassKey(demand.is_long, demand.operation)
         return [
-            CandidateView(key=provider.key, name=provider.name, eligible=why == "", why=why or "has room")
+            figures.candidate_view(provider, key, self.leases, now)
             for _, provider in self._members.get(demand.model, ())
-            for why in (self._obstacle(provider, key, now),)
         ]
 
     def check(self, now: float) -> list[str]:
@@ -508,7 +402,7 @@ class Pools:
                 broken.append(f"the depth of {model_id} is off")
             for class_key, lane in queue.classes.items():
                 for _, provider in self._members[model_id]:
-                    if len(lane) and self._has_room(provider, class_key, now):
+                    if len(lane) and provider.has_room(class_key, self.leases, now):
                         broken.append(f"{model_id} {class_key} waits while {provider.key} has room")
         if sum(queue.depth for queue in self._queues.values()) != len(self._where):
             broken.append("waiters are lost between the queues and the index")
@@ -535,7 +429,7 @@ class Pools:
                 if sticky is None and not demand.preferred_provider:
                     break
                 continue
-            if self._has_room(provider, key, now):
+            if provider.has_room(key, self.leases, now):
                 candidates.append(
                     Candidate(
                         index=index,
@@ -592,58 +486,6 @@ class Pools:
         lane.set_condition(condition, now)
         self._where[waiter_id] = (demand.model, key)
         return Waiting(waiter=waiter_id, position=ahead)
-
-    def _has_room(self, provider: Provider, key: ClassKey, now: float) -> bool:
-        return (
-            provider.generation is not None
-            and provider.is_started
-            and provider.gate.mode is GateMode.OPEN
-            and self.leases.in_flight(provider.key) < provider.capacity
-            and provider.is_enabled
-            and provider.busy_until <= now
-            and provider.serves(key)
-            and (not key.is_long or self.leases.long_in_flight(provider.key) < provider.long_capacity)
-            and provider.breaker.admits(now)
-        )
-
-    def _obstacle(self, provider: Provider, key: ClassKey, now: float) -> str:
-        if not provider.is_enabled:
-            return "disabled"
-        if provider.generation is None:
-            return "its Node is not connected"
-        if not provider.is_started:
-            return "its adapter did not start"
-        if not provider.serves(key):
-            return "does not offer long context" if key.is_long else "does not offer this operation"
-        if not provider.gate.is_open:
-            return "held by " + ", ".join(provider.gate.held_by or (provider.gate.mode.value,))
-        if not provider.breaker.admits(now):
-            return "failing; its breaker is open"
-        if provider.busy_until > now:
-            return "its Node reported a full local gate"
-        if self.leases.in_flight(provider.key) >= provider.capacity:
-            return "no free slot"
-        if key.is_long and self.leases.long_in_flight(provider.key) >= provider.long_capacity:
-            return "no free long-context slot"
-        return ""
-
-    def _health(self, provider: Provider) -> tuple[str, str, str]:
-        if provider.generation is None:
-            return (
-                "unavailable",
-                "offline",
-                "its Node is not connected" if provider.is_enabled else "disabled",
-            )
-        if not provider.is_started:
-            return "unavailable", "offline", "its adapter did not start"
-        health = "failing" if provider.breaker.is_tripped else "online"
-        if not provider.is_enabled:
-            return "disabled", health, "disabled"
-        if not provider.gate.is_open:
-            reason = "held by " + ", ".join(provider.gate.held_by or (provider.gate.mode.value,))
-            is_pause = provider.gate.mode in (GateMode.QUEUE, GateMode.REJECT)
-            return "paused" if is_pause else "unavailable", health, reason
-        return "available", health, "its breaker is open" if health == "failing" else ""
 
     def _unservable(self, model: ModelSpec, key: ClassKey) -> Refusal | None:
         """A refusal when nobody in the pool, even with the whole fleet up, could ever serve this class."""
@@ -719,7 +561,7 @@ class Pools:
             for key, lane in queue.classes.items():
                 self.steps += 1
                 head = lane.head()
-                if head is None or not self._has_room(provider, key, now):
+                if head is None or not provider.has_room(key, self.leases, now):
                     continue
                 rank = (-head.demand.priority, head.demand.number)
                 if key.is_long not in best or rank < best[key.is_long][0]:

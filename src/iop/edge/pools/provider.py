@@ -1,0 +1,90 @@
+"""One resource as the pools hold it: what it could do, and whether it may do more now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from iop.core.ids import Generation, ModelId
+from iop.edge.calls import ProviderKey
+from iop.edge.pools.breaker import Breaker
+from iop.edge.pools.gates import OPEN_GATE, GateMode, ProviderGate
+from iop.edge.pools.leases import LeaseBook
+from iop.edge.pools.queue import ClassKey
+from iop.edge.snapshot import AdapterSpec
+
+
+def opaque_name(key: ProviderKey) -> str:
+    """A stable name that tells callers providers apart and nothing else (EN-04, SF-13)."""
+    return "p-" + sha256(f"{key.node}\0{key.provider}".encode()).hexdigest()[:10]
+
+
+@dataclass(slots=True, kw_only=True)
+class Provider:
+    """One resource over all its generations (EN-92).
+
+    Attributes:
+        generation: of the Node that is activated now; ``None`` while it is away.
+        is_started: its adapter came up on the Node; else the Node would refuse whatever it is sent.
+        overrides: values that reconfiguration put over the file's (AD-47).
+        passed_over: picks that the long (True) or short (False) head lost to the other in a row (EN-111).
+    """
+
+    key: ProviderKey
+    name: str
+    spec: AdapterSpec
+    breaker: Breaker
+    generation: Generation | None = None
+    gate: ProviderGate = OPEN_GATE
+    busy_until: float = 0.0
+    last_picked: int = 0
+    is_configured: bool = True
+    is_started: bool = True
+    models: tuple[ModelId, ...] = ()
+    capacity_override: int | None = None
+    long_capacity_override: int | None = None
+    enabled_override: bool | None = None
+    passed_over: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+
+    @property
+    def capacity(self) -> int:
+        """Configured or reconfigured slots."""
+        return self.spec.capacity if self.capacity_override is None else self.capacity_override
+
+    @property
+    def long_capacity(self) -> int:
+        """How many of them may be long."""
+        own = self.spec.long_capacity if self.long_capacity_override is None else self.long_capacity_override
+        return min(own, self.capacity)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the config, or who reconfigured it, wants it used."""
+        wanted = self.spec.enabled if self.enabled_override is None else self.enabled_override
+        return self.is_configured and wanted
+
+    @property
+    def is_live(self) -> bool:
+        """There, and wanted; gates and load aside."""
+        return self.generation is not None and self.is_started and self.is_enabled
+
+    def serves(self, key: ClassKey) -> bool:
+        """Whether it could ever take a demand of this class."""
+        operations = self.spec.operations
+        if operations is not None and key.operation not in operations:
+            return False
+        return not key.is_long or self.long_capacity > 0
+
+    def has_room(self, key: ClassKey, leases: LeaseBook, now: float) -> bool:
+        """Whether a demand of this class may begin here now."""
+        return (
+            self.generation is not None
+            and self.is_started
+            and self.gate.mode is GateMode.OPEN
+            and leases.in_flight(self.key) < self.capacity
+            and self.is_enabled
+            and self.busy_until <= now
+            and self.serves(key)
+            and (not key.is_long or leases.long_in_flight(self.key) < self.long_capacity)
+            and self.breaker.admits(now)
+        )
