@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_fleet import eventually
+from e2e_fleet import eventually, iop
 
 pytestmark = pytest.mark.slow
 
@@ -114,11 +114,13 @@ def write_configs(directory: Path, upstream: str, models: str = "public") -> tup
     http_port, ops_port, nodes_port = json.loads(ports.read_text())
     (directory / "node.token").write_text("node-secret")
     (directory / "viewer.token").write_text("viewer-secret")
+    (directory / "admin.token").write_text("admin-secret")
     (directory / "edge.yaml").write_text(
         f"""
 listen: {{http: "127.0.0.1:{http_port}", ops: "127.0.0.1:{ops_port}", nodes: "127.0.0.1:{nodes_port}",
   admin: null, openengine: null}}
-admin: {{principals: [{{name: viewer, token: "file:viewer.token", role: viewer}}]}}
+admin: {{principals: [{{name: viewer, token: "file:viewer.token", role: viewer}},
+  {{name: admin, token: "file:admin.token", role: admin}}]}}
 nodes:
   - id: n
     token: file:node.token
@@ -199,3 +201,47 @@ def test_a_changed_config_is_taken_whole_on_sighup_and_a_wrong_one_refused_whole
         eventually(lambda: "config.refused" in edge.log.read_text(), "the refusal is logged", within_s=10)
         assert "models[0].providers: is required" in edge.log.read_text()
         assert chat(address, "renamed") == (200, ANSWER)
+
+
+@pytest.mark.clause("EN-114", "EN-80")
+def test_a_config_is_planned_applied_and_kept_by_command(tmp_path: Path, upstream: str) -> None:
+    address, ops = write_configs(tmp_path, upstream)
+    changed = tmp_path / "changed.yaml"
+
+    def config(*arguments: str, token: str = "admin") -> subprocess.CompletedProcess[str]:
+        where = ("--target", ops, "--token", f"file:{tmp_path / f'{token}.token'}", "--json")
+        return iop("config", *arguments, *where, home=tmp_path)
+
+    with contextlib.ExitStack() as stack:
+        edge, node = Part("edge", tmp_path), Part("node", tmp_path)
+        for part in (edge, node):
+            stack.callback(part.process.wait, 30)
+            stack.callback(part.process.terminate)
+        edge.facts()
+        node.facts()
+        text = (tmp_path / "edge.yaml").read_text()
+        changed.write_text(
+            text.replace("id: public", "id: renamed").replace("name: a,", "name: a, capacity: 3,")
+        )
+
+        planned = json.loads(config("plan", str(changed)).stdout)
+        keys = {change["key"] for change in planned["changes"]}
+        assert "nodes[n].adapters[a].capacity" in keys
+        assert planned["needs_restart"] == []
+        assert chat(address)[0] == 200, "a plan changes nothing"
+
+        assert config("apply", str(changed), token="viewer").returncode == 3
+        wrong = tmp_path / "wrong.yaml"
+        wrong.write_text("models: [{id: broken}]\n")
+        refused = config("apply", str(wrong))
+        assert refused.returncode == 2
+        assert json.loads(refused.stdout)["error"]["problems"][0]["key"] == "models[0].providers"
+        assert chat(address)[0] == 200, "a wrong one is refused whole"
+
+        applied = json.loads(config("apply", str(changed)).stdout)
+        assert applied["revision"] == 2
+        assert [(item["id"], item["config_revision"]) for item in applied["nodes"]] == [("n", 2)]
+        assert applied["not_persisted"] == ""
+        assert chat(address, "renamed") == (200, ANSWER)
+        assert chat(address)[0] == 404
+        assert (tmp_path / "edge.yaml").read_text() == changed.read_text()

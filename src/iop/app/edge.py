@@ -15,12 +15,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from iop.admin.core import AdminCore
-from iop.api.grpc.auth import ApiKeyDirectory, PrincipalDirectory
+from iop.admin.permissions import Principal
+from iop.api.grpc.auth import ApiKeyDirectory, Credentials, PrincipalDirectory
 from iop.api.grpc.edge_port import EdgePort
 from iop.api.grpc.listeners import admin_listener, admin_receive_bytes_max, inference_listener
 from iop.api.grpc.rpc_metrics import RpcMetrics
@@ -29,15 +29,15 @@ from iop.api.http.openai import EdgeHttp
 from iop.api.http.ops import OpsServer, ops_app
 from iop.api.http.server import HttpServer
 from iop.app.addresses import binding
+from iop.app.edge_reload import ConfigKeeper
 from iop.app.edge_snapshot import snapshot_of
 from iop.app.home import open_home
 from iop.app.listening import id_maker, operation_ids, process_owner, running_core, store_url, viewer_check
+from iop.app.ops_config import config_routes
 from iop.app.process import Process, ProcessClock, Role
-from iop.app.sources import gather
 from iop.app.translate import api_keys, file_tls, grpc_settings, http_keys, http_limits, principal_directory
-from iop.config import EdgeConfig, Loaded, load_edge
+from iop.config import EdgeConfig
 from iop.config.values import Address
-from iop.core.errors import IopError
 from iop.core.ids import RunId
 from iop.edge.edge import Edge
 from iop.edge.metrics import EdgeCollector
@@ -59,51 +59,38 @@ def edge_role(file: Path, *, flags: Mapping[str, tuple[str, str]], warn: Callabl
     Raises:
         ConfigInvalid: with every problem.
     """
-
-    def load() -> Loaded[EdgeConfig]:
-        return load_edge(gather(file, flags=flags))
-
-    loaded = load()
-    for warning in loaded.warnings:
+    keeper = ConfigKeeper(file, flags=flags)
+    for warning in keeper.loaded.warnings:
         warn(warning)
 
     async def role(process: Process) -> int:
         async with AsyncExitStack() as stack:
-            served = _Served(loaded=loaded, load=load)
+            served = _Served(keeper)
             await served.start(stack)
             process.announce(served.facts())
             await process.stopping.wait()
-            await served.edge.shut_down(deadline_s=loaded.config.dispatch.shutdown_grace_sec)
+            await served.edge.shut_down(deadline_s=keeper.loaded.config.dispatch.shutdown_grace_sec)
         return 0
 
     return role
 
 
-@dataclass(slots=True)
-class _Running:
-    """What a reload replaces."""
-
-    revision: int
-    keys: ApiKeys
-
-
 class _Served:
     """One Edge with its listeners."""
 
-    def __init__(self, *, loaded: Loaded[EdgeConfig], load: Callable[[], Loaded[EdgeConfig]]) -> None:
-        self._loaded = loaded
-        self._config = loaded.config
-        self._load = load
+    def __init__(self, keeper: ConfigKeeper) -> None:
+        self._keeper = keeper
+        loaded = keeper.loaded
+        config = self._config = loaded.config
         self._clock = ProcessClock()
         self._addresses: dict[str, str] = {}
-        config = self._config
-        self._running = _Running(revision=1, keys=self._make_keys(config))
+        self._keys = self._make_keys(config)
         self._principals: PrincipalDirectory = principal_directory(config.admin)
         self._callers: ApiKeyDirectory = api_keys(config.api_keys)
         self._metrics = Metrics()
         self._rpc_metrics = RpcMetrics(self._metrics)
         self.edge = Edge(
-            snapshot_of(config, revision=1, now_unix_s=int(time.time())),
+            snapshot_of(config, revision=keeper.revision, now_unix_s=int(time.time())),
             clock=self._clock,
             codec=AdminStepCodec(),
             new_run_id=_run_ids(),
@@ -123,6 +110,7 @@ class _Served:
             owner=process_owner("edge"),
         )
         self.edge.participants.attach(self._core.participants_changed)
+        keeper.attach(self._take)
         self._port = EdgePort(
             self.edge.dispatcher,
             find_snapshot=lambda: self.edge.snapshot,
@@ -228,6 +216,7 @@ class _Served:
                 metrics_type=metrics.content_type,
                 authorize=viewer_check(self._principals),
                 is_ready=self._is_ready,
+                more_routes=config_routes(self._keeper, self._authenticate),
             ),
             host=address.host,
             port=address.port,
@@ -248,7 +237,7 @@ class _Served:
             EdgeHttp(
                 self.edge.dispatcher,
                 find_snapshot=lambda: self.edge.snapshot,
-                find_keys=lambda: self._running.keys,
+                find_keys=lambda: self._keys,
                 limits=limits,
                 clock=self._clock,
                 make_id=id_maker("req"),
@@ -266,6 +255,9 @@ class _Served:
         self._addresses[name] = str(address)
         _log.info("listener.opened", extra={"listener": name, "address": str(address)})
 
+    def _authenticate(self, token: str | None) -> Principal:
+        return self._principals.authenticate(Credentials(bearer=token))
+
     def _is_ready(self) -> tuple[bool, str]:
         if not self._core.is_serving:
             return False, "the operation journal cannot be written"
@@ -275,21 +267,17 @@ class _Served:
 
     def _heed_reload(self, stack: AsyncExitStack) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        loop.add_signal_handler(signal.SIGHUP, self._keeper.reload)
         stack.callback(loop.remove_signal_handler, signal.SIGHUP)
 
-    def _reload(self) -> None:
-        """Take the changed config whole, or keep the running one whole (EN-114)."""
-        try:
-            config = self._load().config
-            snapshot = snapshot_of(config, revision=self._running.revision + 1, now_unix_s=int(time.time()))
-        except IopError as error:
-            _log.error("config.refused", extra={"reason": error.message})
-            return
-        if config.listen != self._config.listen or config.tls != self._config.tls:
-            _log.warning("config.needs_restart", extra={"keys": "listen, tls"})
-        self.edge.apply_snapshot(snapshot)
-        self._running = _Running(revision=snapshot.revision, keys=self._make_keys(config))
+    def _take(self, config: EdgeConfig, revision: int) -> None:
+        """Make a valid config the running one in one turn; what listeners were made with stays until a restart.
+
+        Raises:
+            InvalidRequest: it cannot be taken; nothing was changed.
+        """
+        self.edge.apply_snapshot(snapshot_of(config, revision=revision, now_unix_s=int(time.time())))
+        self._keys = self._make_keys(config)
         self._callers.replace(api_keys(config.api_keys).grants)
         self._principals.replace(principal_directory(config.admin).grants)
 

@@ -67,8 +67,11 @@ def conformance(
     inference: Annotated[
         str | None, _lent("--inference", "openengine.v1.Inference of the same server.", "HOST:PORT")
     ] = None,
+    http: Annotated[
+        str | None, _lent("--http", "Its OpenAI HTTP; requests go there rather than to --inference.", "URL")
+    ] = None,
     inference_token: Annotated[
-        str | None, _lent("--inference-token", "API key for it: file:PATH or env:NAME.", "REF")
+        str | None, _lent("--inference-token", "API key for them: file:PATH or env:NAME.", "REF")
     ] = None,
     checkpoint_a: Annotated[
         Path | None, _lent("--checkpoint-a", "Weights that the model serves now, as the server sees them.")
@@ -122,6 +125,7 @@ def conformance(
             target=find_endpoint("admin", target=target, token=token, role="admin").address,
             tokens=tokens,
             inference=inference,
+            http=http,
             inference_token=_secret(inference_token),
             checkpoints=_checkpoints(checkpoint_a, checkpoint_b),
             capacity=capacity,

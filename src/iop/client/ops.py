@@ -7,7 +7,9 @@ from typing import Any, Final
 
 import httpx2
 
+from iop.config import ConfigInvalid, Problem
 from iop.core.errors import (
+    InvalidRequest,
     IopError,
     NotFound,
     PermissionDenied,
@@ -18,7 +20,12 @@ from iop.core.errors import (
 
 __all__ = ["OpsClient", "OpsTarget"]
 
-_BY_STATUS: Final[dict[int, type[IopError]]] = {401: Unauthenticated, 403: PermissionDenied, 404: NotFound}
+_BY_STATUS: Final[dict[int, type[IopError]]] = {
+    400: InvalidRequest,
+    401: Unauthenticated,
+    403: PermissionDenied,
+    404: NotFound,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +51,32 @@ class OpsClient:
         """One recent request. Raises NotFound."""
         return self._get(f"/explain/{request_id}", {})
 
+    def plan_config(self, text: str) -> dict[str, Any]:
+        """What a config would change. Raises ConfigInvalid with every problem."""
+        return self._ask("POST", "/config/plan", body={"text": text})
+
+    def apply_config(self, text: str) -> dict[str, Any]:
+        """Make a config the running one, whole. Raises ConfigInvalid with every problem; nothing was changed then."""
+        return self._ask("POST", "/config/apply", body={"text": text})
+
     def _get(self, path: str, query: dict[str, str]) -> dict[str, Any]:
+        return self._ask("GET", path, query=query)
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: dict[str, str] | None = None,
+        body: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
         target = self._target
         headers = {"authorization": f"Bearer {target.token}"} if target.token else {}
+        url = f"http://{target.address}{path}"
         try:
             # An ambient proxy must not see tokens that belong on loopback.
             with httpx2.Client(timeout=target.timeout_s, trust_env=False) as client:
-                answer = client.get(f"http://{target.address}{path}", params=query, headers=headers)
+                answer = client.request(method, url, params=query, json=body, headers=headers)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise Unavailable(
                 f"Nobody answers at {target.address}. Is the Edge running? Start one with: iop up",
@@ -58,14 +84,14 @@ class OpsClient:
                 details={"address": target.address},
             ) from error
         try:
-            body = answer.json()
+            shape = answer.json()
         except ValueError as error:
             raise RemoteProtocolError(
                 f"{target.address} is no ops listener: it did not answer JSON."
             ) from error
-        if answer.status_code != 200 or not isinstance(body, dict):
-            raise _error_of(answer.status_code, body)
-        return body
+        if answer.status_code != 200 or not isinstance(shape, dict):
+            raise _error_of(answer.status_code, shape)
+        return shape
 
 
 def _error_of(status: int, body: object) -> IopError:
@@ -73,5 +99,14 @@ def _error_of(status: int, body: object) -> IopError:
     inner = body.get("error", {}) if isinstance(body, dict) else {}
     message = inner.get("message") if isinstance(inner, dict) else None
     reason = inner.get("code") or inner.get("reason") if isinstance(inner, dict) else None
+    problems = inner.get("problems") if isinstance(inner, dict) else None
+    if isinstance(problems, list):
+        return ConfigInvalid([_problem(problem) for problem in problems])
     kind = _BY_STATUS.get(status, Unavailable)
     return kind(str(message or f"the ops listener answered {status}"), reason=str(reason) if reason else None)
+
+
+def _problem(shape: object) -> Problem:
+    """One problem as the Edge told it."""
+    fields = shape if isinstance(shape, dict) else {}
+    return Problem(**{name: str(fields.get(name, "")) for name in ("where", "key", "message", "fix")})

@@ -1,6 +1,6 @@
 """The typed settings of every process, and their loader."""
 
-from iop.config.explain import EffectiveValue, effective_values
+from iop.config.explain import ConfigChange, EffectiveValue, changes_between, effective_values
 from iop.config.loader import Loaded, Sources, load_edge, load_engine, load_node
 from iop.config.problems import ConfigInvalid, Origin, OriginKind, Problem
 from iop.config.reader import SecretSource
@@ -11,6 +11,7 @@ __all__ = [
     "HIDDEN",
     "Adapter",
     "Address",
+    "ConfigChange",
     "ConfigInvalid",
     "EdgeConfig",
     "EffectiveValue",
@@ -27,6 +28,7 @@ __all__ = [
     "SecretSource",
     "Sources",
     "StoreUrl",
+    "changes_between",
     "effective_values",
     "load_edge",
     "load_engine",

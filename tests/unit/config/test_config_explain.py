@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import typing
 
+import pytest
 from config_sources import HASH, FakeSecrets, sources
 
 from iop.admin.permissions import Permission
-from iop.config import effective_values, load_edge, load_node
+from iop.config import EdgeConfig, changes_between, effective_values, load_edge, load_node
 from iop.config.rules import PERMISSIONS
 from iop.config.tree import ADAPTER_TYPES, AdapterType
 
@@ -56,3 +57,20 @@ def test_every_setting_has_a_meaning() -> None:
 def test_closed_lists_equal_their_sources() -> None:
     assert set(PERMISSIONS) == {permission.value for permission in Permission}
     assert typing.get_args(AdapterType) == ADAPTER_TYPES
+
+
+@pytest.mark.clause("EN-114")
+def test_changes_name_what_differs_and_know_list_items_by_name() -> None:
+    def tree(text: str) -> EdgeConfig:
+        return load_edge(sources(text, secrets=FakeSecrets(variables={"T": "one", "U": "two"}))).config
+
+    base = "nodes: [{id: a, token: env:T, adapters: [{type: vllm, endpoint: 'http://x'}]}]"
+    assert changes_between(tree(base), tree(base)) == []
+    longer = base.replace("nodes: [", f"nodes: [{{id: z, token: '{HASH}'}}, ")
+    added = changes_between(tree(base), tree(longer))
+    assert [change.key for change in added] == ["nodes[z].id", "nodes[z].token", "nodes[z].adapters"]
+    assert all(change.before is None for change in added)
+    (capacity,) = changes_between(tree(base), tree(base.replace("'http://x'", "'http://x', capacity: 3")))
+    assert (capacity.key, capacity.before, capacity.after) == ("nodes[a].adapters[vllm].capacity", "8", "3")
+    (secret,) = changes_between(tree(base), tree(base.replace("env:T", "env:U")))
+    assert (secret.key, secret.before, secret.after) == ("nodes[a].token", "***", "***")
