@@ -10,7 +10,7 @@ import pytest
 from admin_checks import OPERATIONS, at_rest, check_at_rest, pause, prepare, update
 
 from iop.admin import core as core_module
-from iop.admin import crew, executor, planner, recovery, settle
+from iop.admin import crew, executor, planner, recovery, rollback, settle
 from iop.admin.enums import AdminErrorCode
 from iop.admin.gates import gates_of
 from iop.admin.journal import Acceptance, Advance
@@ -72,8 +72,8 @@ def believe_answers(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_undo(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(executor, "undo_body", lambda *args: None)
-    patch.setattr(executor, "divergence", lambda *args: "")
+    patch.setattr(rollback, "undo_body", lambda *args: None)
+    patch.setattr(rollback, "divergence", lambda *args: "")
 
 
 def never_quarantine(patch: pytest.MonkeyPatch) -> None:

@@ -726,6 +726,8 @@ def test_a_profile_whose_engine_is_gone_does_not_block_the_next() -> None:
             await world.settle(2.0)
             world.fleet.arm(FaultKind.ERROR, "b/0", "StopProfileStep")
             await failed(world, stop_profile(started.profile_id))
+            kept = world.store.desired.profiles[started.profile_id].artifacts
+            assert {a.participant_id for a in kept} >= {"a/0", "a/1"}
             assert isinstance(await done(world, start_profile("next")), StartProfileResult)
 
     run_world(scenario)

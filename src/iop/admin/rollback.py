@@ -1,0 +1,174 @@
+"""The way back: taking back what an operation touched, and finding out what it leaves (AD-29, AD-31, AD-32)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from iop.admin import settle
+from iop.admin.enums import AdminOperationState, ParticipantPhase
+from iop.admin.goals import Goal
+from iop.admin.journal import Advance, Snapshot
+from iop.admin.ledger import Ledger, may_have_effect
+from iop.admin.reconcile import divergence
+from iop.admin.records import GroupMembers, OperationRecord, StepRecord
+from iop.admin.results import AdminError, OperationProgress, ParticipantUpdate
+from iop.admin.runner import StepRunner
+from iop.admin.states import Input, step
+from iop.admin.steps import ParticipantReadBack, StepCall
+from iop.admin.undo import undo_body
+from iop.core.ids import GroupId, ParticipantId
+
+__all__ = ["Rollback"]
+
+
+class Rollback:
+    """Ends an operation's effects: takes them back, or sorts out which stay."""
+
+    def __init__(self, ledger: Ledger, runner: StepRunner) -> None:
+        self._ledger = ledger
+        self._runner = runner
+        self._ports = ledger.ports
+
+    async def take_back(self, failure: AdminError) -> settle.Leftover:
+        """Take back what was touched, newest phase first, within the rollback's own bound."""
+        until = self._ports.clock.monotonic() + self._ports.timing.rollback_timeout_s
+        await self._ledger.advance(lambda _snapshot, record: _undo_started(record, failure))
+        failed = self._ledger.failed_participants()
+        bad: dict[GroupId, str] = {}
+        for index in reversed(range(len(self._ledger.record.spec.phases))):
+            await self._undo_phase(index, bad, until=until)
+        snapshot = await self._ports.journal.snapshot()
+        target = settle.without_operation(snapshot.desired, self._ledger.record)
+        infos = {p.participant_id: p for p in self._ports.driver.participants()}
+        touched = [g for g in self._ledger.record.spec.groups if g.group_id in self._ledger.touched_groups()]
+        seen = await self._ledger.read_groups(touched)
+        for group in touched:
+            members = [infos[p] for p in group.participant_ids if p in infos]
+            why = divergence(target, members, seen) if group.group_id not in bad else ""
+            if why:
+                bad[group.group_id] = why
+        await self._note_rolled_back(touched, bad)
+        return settle.Leftover(
+            quarantine=bad, instances=self._ledger.instances(), changed=bool(bad), failed=failed
+        )
+
+    async def _undo_phase(self, index: int, bad: dict[GroupId, str], *, until: float) -> None:
+        """Send a phase's undo to the groups that it may have touched; adds those that refuse to `bad`."""
+        phase = self._ledger.record.spec.phases[index]
+        if phase.undo is None:
+            return
+        snapshot = await self._ports.journal.snapshot()
+        target = settle.without_operation(snapshot.desired, self._ledger.record)
+        infos = self._ports.driver.participants()
+        sent = {
+            s.group_id: s for s in self._ledger.steps.values() if s.phase_index == index and not s.is_undo
+        }
+        number = self._ledger.record.moves.next_step
+        calls: list[StepCall] = []
+        for group in self._ledger.record.spec.groups:
+            record = sent.get(group.group_id)
+            if record is None or group.group_id in bad or not may_have_effect(record):
+                continue
+            body = undo_body(phase, record, target, [p for p in infos if p.group_id == group.group_id])
+            if body is not None:
+                calls.append(self._runner.call(group, number, await self._ports.with_content(body), until))
+        if not calls:
+            return
+        records = [
+            StepRecord(step=number, group_id=c.group_id, phase_index=index, is_undo=True) for c in calls
+        ]
+        statuses = tuple(
+            self._ledger.status(p, ParticipantPhase.ROLLING_BACK) for c in calls for p in c.participant_ids
+        )
+        await self._ledger.advance(
+            lambda _snapshot, record: Advance(
+                moves=dataclasses.replace(record.moves, next_step=number + 1),
+                events=tuple(ParticipantUpdate(status=s) for s in statuses),
+                statuses=statuses,
+                steps=tuple(records),
+            )
+        )
+        self._ledger.remember(records)
+        reports = await self._runner.run(
+            calls,
+            goal=Goal.ANSWERED,
+            doing=ParticipantPhase.ROLLING_BACK,
+            done=ParticipantPhase.ROLLING_BACK,
+            index=index,
+            until=until,
+            fails_fast=False,
+            is_undo=True,
+        )
+        for report in reports.values():
+            if not report.is_ok:
+                first = next(iter(report.errors.values()))
+                bad[report.group_id] = f"its undo failed: {first.message}"
+
+    async def _note_rolled_back(self, touched: Sequence[GroupMembers], bad: Mapping[GroupId, str]) -> None:
+        statuses = tuple(
+            self._ledger.status(p, ParticipantPhase.ROLLED_BACK)
+            for g in touched
+            if g.group_id not in bad
+            for p in g.participant_ids
+        )
+        if statuses:
+            await self._ledger.advance(
+                lambda _snapshot, _record: Advance(
+                    events=tuple(ParticipantUpdate(status=s) for s in statuses), statuses=statuses
+                )
+            )
+
+    async def leave_as_is(self) -> settle.Leftover:
+        """Nothing is taken back: sort the groups into done, consistent as before, and unknown (AD-29)."""
+        snapshot = await self._ports.journal.snapshot()
+        spec = self._ledger.record.spec
+        touched = self._ledger.touched_groups()
+        done = frozenset(g.group_id for g in spec.groups if self._ledger.has_reached_goal(g.group_id))
+        suspects = [g for g in spec.groups if g.group_id in touched - done]
+        seen = await self._ledger.read_groups(suspects)
+        quarantine = {}
+        for group in suspects:
+            why = self._is_unknown(snapshot, group, seen)
+            if why:
+                quarantine[group.group_id] = why
+        profile_id = spec.profile_id
+        changed = bool(done or suspects)
+        return settle.Leftover(
+            quarantine=quarantine,
+            instances=self._ledger.instances(),
+            done=done,
+            changed=changed,
+            failed=self._ledger.failed_participants(),
+            is_profile_over=not any(
+                s.reachable and (s.profiles is None or profile_id in s.profiles) for s in seen.values()
+            ),
+        )
+
+    def _is_unknown(
+        self,
+        snapshot: Snapshot,
+        group: GroupMembers,
+        seen: Mapping[ParticipantId, ParticipantReadBack],
+    ) -> str:
+        """Why the group's state is not known to be what the journal says; empty when it is."""
+        infos = {p.participant_id: p for p in self._ports.driver.participants()}
+        if self._ledger.record.moves.committed and any(
+            p not in infos or not infos[p].connected for p in group.participant_ids
+        ):
+            # It is gated when it comes back, until it was brought to the published version (AD-32, AD-35).
+            return ""
+        members = [infos[p] for p in group.participant_ids if p in infos]
+        return divergence(snapshot.desired, members, seen)
+
+
+def _undo_started(record: OperationRecord, failure: AdminError) -> Advance:
+    if record.moves.state is AdminOperationState.ROLLING_BACK:
+        return Advance()
+    moves = dataclasses.replace(
+        record.moves, state=step(record.moves.state, Input.UNDO_STARTED), failure=failure
+    )
+    progress = OperationProgress(
+        phase=ParticipantPhase.ROLLING_BACK, done=0, total=1, unit="steps", message=failure.message
+    )
+    return Advance(moves=moves, events=(progress,))
