@@ -96,11 +96,6 @@ class SqlJournal:
         self._cached: _Cached | None = None
         self._writing = asyncio.Lock()
 
-    @property
-    def file(self) -> str | None:
-        """Path of the SQLite file; None on a server."""
-        return self._database.url.database if self._database.is_sqlite else None
-
     # --- lease --------------------------------------------------------------------------------------------------------
 
     async def acquire(self, owner: str) -> int:

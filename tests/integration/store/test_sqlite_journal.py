@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from iop.admin.journal import AuditEntry, Journal
-from iop.core.errors import InvalidRequest, NotFound, Unavailable
-from iop.store.audit_check import verify_audit
+from iop.admin.journal import Journal
+from iop.core.errors import InvalidRequest, Unavailable
 from iop.store.database import Database
 from iop.store.journal import SqlJournal
 from iop.store.schema import METADATA
@@ -102,43 +101,3 @@ async def test_migrating_twice_changes_nothing(tmp_path: Path) -> None:
 def test_other_stores_are_refused(url: str) -> None:
     with pytest.raises(InvalidRequest):
         Database(url)
-
-
-async def _audited(path: Path, count: int) -> bytes:
-    journal = SqlJournal(f"sqlite:///{path}", unix_nanos=lambda: NOW)
-    await journal.acquire("one")
-    head = b""
-    for number in range(count):
-        entry = AuditEntry(at_unix_nanos=number, principal="p", peer="", method="PAUSE", outcome="ACCEPTED")
-        head = (await journal.append_audit(entry)).digest
-    await journal.aclose()
-    return head
-
-
-@pytest.mark.clause("AD-106")
-async def test_a_removed_an_altered_and_a_cut_off_audit_row_are_found(tmp_path: Path) -> None:
-    path = tmp_path / "edge.db"
-    url = f"sqlite:///{path}"
-    head = await _audited(path, 5)
-    good = await verify_audit(url, head=head)
-    assert (good.rows, good.wrong, good.head) == (5, "", head)
-
-    def change(statement: str) -> None:
-        with sqlite3.connect(path) as connection:
-            connection.execute(statement)
-        connection.close()
-
-    change('DELETE FROM audit WHERE "index" = 5')
-    assert (await verify_audit(url)).wrong == ""
-    assert "not the given head" in (await verify_audit(url, head=head)).wrong
-    change('UPDATE audit SET body = replace(body, \'"p"\', \'"q"\') WHERE "index" = 4')
-    assert "row 4 was altered" in (await verify_audit(url)).wrong
-    change('DELETE FROM audit WHERE "index" = 2')
-    assert "row 2 is missing" in (await verify_audit(url)).wrong
-
-
-@pytest.mark.clause("AD-106")
-async def test_the_audit_of_a_missing_store_makes_none(tmp_path: Path) -> None:
-    with pytest.raises(NotFound):
-        await verify_audit(f"sqlite:///{tmp_path}/none.db")
-    assert list(tmp_path.iterdir()) == []
