@@ -441,7 +441,8 @@ class AdminCore:
         snapshot = await self._journal.snapshot()
         if any(True for _ in planner.refusals(inp, snapshot)):
             return inp
-        ordinal = snapshot.desired.next_ordinal(now_us=self._clock.unix_nanos() // 1000)
+        # Not later than what acceptance will allot, or the judgement would fence off the operation's own steps.
+        ordinal = snapshot.desired.next_ordinal(now_us=inp.now_unix_nanos // 1000)
         blockers = await judge_changes(
             self._driver,
             inp.request,
