@@ -12,6 +12,7 @@ from typing import Self
 from iop.core.clock import Clock
 from iop.core.errors import InvalidRequest
 from iop.core.ids import RunId
+from iop.edge.artifacts import Artifacts
 from iop.edge.calls import ProviderKey
 from iop.edge.dispatch import Dispatcher
 from iop.edge.nodes import Nodes
@@ -45,6 +46,7 @@ class Edge:
         nodes: the ``EdgeHandler`` for the listener.
         dispatcher: what surfaces call.
         participants: the ``ParticipantDriver`` of the operation core.
+        artifacts: what profiles left on Nodes, to be fetched.
         status: what operators read.
     """
 
@@ -70,6 +72,7 @@ class Edge:
             new_run_id=new_run_id,
             weight_version=lambda key: labels.get(key, UNKNOWN_VERSION),
         )
+        self.artifacts = Artifacts(self.nodes.connection_of, new_run_id)
         self.participants = Participants(
             snapshot,
             nodes=self.nodes,
@@ -77,6 +80,7 @@ class Edge:
             codec=codec,
             tasks=self._tasks,
             weight_labels=labels,
+            artifacts=self.artifacts,
         )
         self.nodes.attach(self.dispatcher, (self.participants,))
         self.status = Status(

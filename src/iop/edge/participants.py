@@ -40,6 +40,7 @@ from iop.admin.steps import (
 )
 from iop.core.errors import DeadlineExceeded, IopError, NotFound, PreconditionFailed, Unavailable
 from iop.core.ids import GroupId, NodeId, ParticipantId
+from iop.edge.artifacts import Artifacts
 from iop.edge.calls import ProviderKey
 from iop.edge.dispatch import Dispatcher
 from iop.edge.groups import Group, group_id
@@ -109,6 +110,7 @@ class Participants:
         nodes: the connections that steps travel over.
         codec: the wire form of admin records.
         tasks: owner of the questions to Nodes that come.
+        artifacts: gets to know what profiles leave on Nodes.
         weight_labels: kept up to date here, read by dispatch: what providers publish.
     """
 
@@ -121,6 +123,7 @@ class Participants:
         codec: StepCodec,
         tasks: TaskOwner,
         weight_labels: dict[ProviderKey, str],
+        artifacts: Artifacts,
     ) -> None:
         self._snapshot = snapshot
         self._nodes = nodes
@@ -130,6 +133,7 @@ class Participants:
         self._loop = asyncio.get_running_loop()
         self._groups: dict[ProviderKey, Group] = {}
         self._versions = weight_labels
+        self._artifacts = artifacts
         self._on_change: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
         self.apply_snapshot(snapshot)
@@ -332,7 +336,7 @@ class Participants:
     def _result(self, call: StepCall, group: Group, answer: AdminStepResult) -> StepResult:
         match answer.refused_code:
             case "":
-                return in_our_words(group, self._codec.decode_result(answer.outcome))
+                return in_our_words(group, self._codec.decode_result(answer.outcome), self._artifacts.publish)
             case "stale_step":
                 raise PreconditionFailed(
                     "a newer step was seen for these participants",

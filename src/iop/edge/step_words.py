@@ -5,6 +5,7 @@ The core speaks of public model names and of our participant ids; a Node of its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from iop.admin.enums import AdminErrorCode, ParticipantPhase
@@ -43,7 +44,9 @@ def in_engine_words(step: Step, key: ProviderKey, snapshot: EdgeSnapshot) -> Ste
     return step
 
 
-def in_our_words(group: Group, result: StepResult) -> StepResult:
+def in_our_words(
+    group: Group, result: StepResult, name_artifact: Callable[[ProviderKey, str], str]
+) -> StepResult:
     """A result with our participant ids for the Node's own, and without addresses (EN-04)."""
     ours = {local: participant for participant, local in group.local_of.items()}
 
@@ -60,7 +63,10 @@ def in_our_words(group: Group, result: StepResult) -> StepResult:
                 caches=tuple(replace(c, participant_id=name(c.participant_id)) for c in outcome.caches),
                 amounts=tuple(replace(a, participant_id=name(a.participant_id)) for a in outcome.amounts),
                 changes=tuple(replace(c, participant_id=name(c.participant_id)) for c in outcome.changes),
-                artifacts=tuple(replace(a, participant_id=name(a.participant_id)) for a in outcome.artifacts),
+                artifacts=tuple(
+                    replace(a, participant_id=name(a.participant_id), uri=name_artifact(group.key, a.uri))
+                    for a in outcome.artifacts
+                ),
             )
             for outcome in result.participants
         ),

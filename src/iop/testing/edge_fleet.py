@@ -423,9 +423,8 @@ class FakeEdgeConnection:
 
     def fetch_artifact(self, request: ArtifactRequest, sink: TunnelSink) -> FakeStream:
         """Open one that fetches."""
-        return self._opened(
-            FakeStream(self, TunnelRequest(run_id=request.run_id, adapter=request.adapter), (), tunnel=sink)
-        )
+        opened = TunnelRequest(run_id=request.run_id, adapter=request.adapter, path=request.uri)
+        return self._opened(FakeStream(self, opened, (), tunnel=sink))
 
     def terminate_session(self, session_id: str, reason: CancelReason) -> None:
         """Not played."""

@@ -22,6 +22,13 @@ class Source:
         return {"node": node, "command": what, "adapter": adapter}
 
 
+async def read_artifact(name):
+    if name != "n1/main/abc":
+        raise NotFound("no artifact of this name is known", reason="unknown_artifact")
+    for data in (b"one ", b"two"):
+        yield data
+
+
 def authorize(token):
     if token is None or token == "wrong":
         raise Unauthenticated("a viewer token is needed", reason="UNAUTHENTICATED")
@@ -38,6 +45,7 @@ async def ops():
         metrics_type="text/plain; version=0.0.4",
         authorize=authorize,
         is_ready=lambda: state["ready"],
+        read_artifact=read_artifact,
     )
     async with OpsServer(app, host="127.0.0.1", port=0) as server, ClientSession() as client:
 
@@ -54,7 +62,9 @@ async def ops():
 
 
 @pytest.mark.clause("SF-30")
-@pytest.mark.parametrize("path", ["/metrics", "/status", "/explain/x", "/nodes/n1/usage"])
+@pytest.mark.parametrize(
+    "path", ["/metrics", "/status", "/explain/x", "/nodes/n1/usage", "/artifacts/n1/main/abc"]
+)
 @pytest.mark.parametrize(("token", "status"), [(None, 401), ("wrong", 401), ("stranger", 403)])
 async def test_readings_need_a_viewer_token(ops, path, token, status):
     answer, body, headers = await ops(path, token)
@@ -77,6 +87,8 @@ async def test_a_viewer_reads_status_leases_metrics_and_explanations(ops):
     assert (await ops("/explain/team/r%201", "viewer"))[1] == {"request_id": "team/r 1"}
     answer = await ops("/nodes/n1/usage?adapter=main", "viewer")
     assert answer[1] == {"node": "n1", "command": "usage", "adapter": "main"}
+    assert (await ops("/artifacts/n1/main/abc", "viewer"))[:2] == (200, b"one two")
+    assert (await ops("/artifacts/n1/main/other", "viewer"))[0] == 404
     status, body, _ = await ops("/explain/other", "viewer")
     assert (status, body["error"]["code"]) == (404, "unknown_request")
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from iop.core.errors import IopError, PermissionDenied, Unauthenticated, Unavailable
+from iop.core.errors import IopError, NotFound, PermissionDenied, Unauthenticated, Unavailable
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -59,6 +59,7 @@ def ops_app(
     metrics_type: str,
     authorize: AuthorizeViewer,
     is_ready: Callable[[], tuple[bool, str]],
+    read_artifact: Callable[[str], AsyncIterator[bytes]] | None = None,
     more_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The application.
@@ -69,6 +70,7 @@ def ops_app(
         metrics_type: its content type.
         authorize: guards everything but health.
         is_ready: whether the process can do its work, and in words why not.
+        read_artifact: fetches a profile artifact by its name (AD-46); ``None`` where there are none.
         more_routes: routes of others, such as the console's; they guard themselves.
     """
 
@@ -104,6 +106,14 @@ def ops_app(
         node, what = request.path_params["node"], request.path_params["what"]
         return JSONResponse(await source.command(node, what, adapter=adapter))
 
+    async def artifact(request: Request) -> Response:
+        if read_artifact is None:
+            raise NotFound("there are no artifacts here", reason="unknown_artifact")
+        chunks = read_artifact(request.path_params["name"])
+        # The first piece before the head: what cannot be fetched is a clear refusal, not a cut answer.
+        first = await anext(chunks, b"")
+        return StreamingResponse(_after(first, chunks), media_type="application/octet-stream")
+
     return Starlette(
         routes=[
             Route("/healthz", healthz),
@@ -112,6 +122,7 @@ def ops_app(
             Route("/status", guarded(status)),
             Route("/explain/{request_id:path}", guarded(explain)),
             Route("/nodes/{node}/{what}", guarded(command)),
+            Route("/artifacts/{name:path}", guarded(artifact)),
             *more_routes,
         ]
     )
@@ -182,6 +193,13 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals belong to the process, not to one of its listeners."""
         yield
+
+
+async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    if first:
+        yield first
+    async for data in rest:
+        yield data
 
 
 def _bearer(request: Request) -> str | None:
