@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from iop.conformance.hooks import HookName, HookPhase, Hooks, NoHooks
-from iop.conformance.inference import Inference
+from iop.conformance.inference import GrpcInference, HttpInference, Inference
 from iop.conformance.messages import pb
 from iop.conformance.model import CheckFailed, CheckNotRun, require
 from iop.conformance.offer import Offer
@@ -56,7 +56,8 @@ class Target:
         address: of OpenEngineAdmin.
         tokens: by role: `admin`, `operator`, `viewer`; those not given are absent.
         inference: address of its `openengine.v1.Inference`.
-        inference_token: for it, where it wants one.
+        http: `http://HOST:PORT` of its OpenAI HTTP; work goes there if it is given.
+        inference_token: for them, where they want one.
         checkpoints: two directories of weights of the served model, the first being what it serves now.
         capacity: what its capacity is now.
         credentials: for TLS.
@@ -65,6 +66,7 @@ class Target:
     address: str
     tokens: Mapping[str, str] = field(default_factory=dict, repr=False)
     inference: str | None = None
+    http: str | None = None
     inference_token: str | None = field(default=None, repr=False)
     checkpoints: tuple[str, str] | None = None
     capacity: int | None = None
@@ -77,6 +79,7 @@ class Bench:
     def __init__(self, target: Target, hooks: Hooks | None = None) -> None:
         self.target = target
         self.hooks: Hooks = hooks or NoHooks()
+        self.core: GrpcInference | None = None
         self.inference: Inference | None = None
         self._channel: grpc.aio.Channel | None = None
         self._run = secrets.token_hex(4)
@@ -97,7 +100,10 @@ class Bench:
             self._channel = await stack.enter_async_context(self._open(self.target.address))
             if self.target.inference is not None:
                 inference = await stack.enter_async_context(self._open(self.target.inference))
-                self.inference = Inference(inference, token=self.target.inference_token)
+                self.core = GrpcInference(inference, token=self.target.inference_token)
+                self.inference = self.core
+            if self.target.http is not None:
+                self.inference = HttpInference(self.target.http, token=self.target.inference_token)
             yield self
 
     def _open(self, address: str) -> grpc.aio.Channel:
@@ -250,7 +256,7 @@ class Bench:
             model = (await self.offer()).participants[0].models[0]
             await self._hold.enter_async_context(self.inference.busy(model))
         else:
-            raise CheckNotRun("needs work to wait for: --inference HOST:PORT or --hook hold=CMD")
+            raise CheckNotRun("needs work to wait for: --inference HOST:PORT, --http URL or --hook hold=CMD")
         try:
             yield
         finally:

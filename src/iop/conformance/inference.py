@@ -1,25 +1,35 @@
-"""Work for the server to be busy with, over `openengine.v1.Inference`."""
+"""Work for the server to be busy with: over `openengine.v1.Inference`, or over its OpenAI HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+from abc import abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
 
 import grpc
 
 from iop.conformance.model import CheckNotRun
 from iop.pb.openengine.v1 import generation_pb2, openengine_pb2_grpc
 
-__all__ = ["Generation", "Inference"]
+__all__ = ["Generation", "GrpcInference", "HttpInference", "Inference"]
 
-LONG_TOKENS: Final = 4096
-PROMPT: Final = "Once upon a time there was a lighthouse."
+LONG_TOKENS: Final = (1900, 900, 200)
+"""Lengths to try, longest first: a context limit that is not known here refuses what is too long."""
+
+PROMPT: Final = "Tell me a story about the sea."
 BEGINS_S: Final = 20.0
+ENDS_S: Final = 120.0
 AT_ONCE: Final = 4
-"""Requests that keep a server busy: several, since one may end early at its context limit."""
+"""Requests that keep a server busy: several, since each slows the others down."""
+
+LINE_BYTES_MAX: Final = 1024 * 1024
+UNWANTED: Final = frozenset({"UNIMPLEMENTED", "INVALID_ARGUMENT", "HTTP 400", "HTTP 422", "HTTP 501"})
+"""How servers answer a request that asks for something they do not offer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,8 +37,8 @@ class Generation:
     """What came of one request.
 
     Attributes:
-        tokens: how many arrived.
-        outcome: `finished`, `error`, or the name of the gRPC status that ended it; empty while it runs.
+        tokens: how many pieces of text arrived.
+        outcome: `finished`, `error`, or the status that ended it; empty while it runs.
     """
 
     tokens: int = 0
@@ -40,75 +50,231 @@ class Generation:
         return bool(self.outcome)
 
 
-class Inference:
-    """A caller of the inference listener."""
+class Inference(Protocol):
+    """A caller of the server's inference."""
+
+    @abstractmethod
+    async def take(
+        self, model: str, *, tokens: int, goes_on: bool, generation: Generation, begun: asyncio.Event
+    ) -> None:
+        """Make one request and note what comes of it until it ends.
+
+        Args:
+            model: public id.
+            tokens: most of them.
+            goes_on: ask that it does not end before.
+            generation: where it is noted.
+            begun: set at its first token or its end.
+        """
+        ...
+
+    @contextlib.asynccontextmanager
+    async def generating(
+        self, model: str, *, tokens: int, goes_on: bool = False, must_begin: bool = True
+    ) -> AsyncIterator[Generation]:
+        """One request that runs in the background of the block; it is called off when the block ends.
+
+        Raises:
+            CheckNotRun: it does not begin.
+        """
+        generation, begun = Generation(), asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(
+                self.take(model, tokens=tokens, goes_on=goes_on, generation=generation, begun=begun),
+                name="generation",
+            )
+            try:
+                if must_begin:
+                    await _begins(begun, generation)
+                yield generation
+            finally:
+                task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def long(self, model: str) -> AsyncIterator[Generation]:
+        """One request that does not end by itself for as long as the server lets it run."""
+        length = await self._longest(model)
+        async with self.generating(model, tokens=length, goes_on=True) as generation:
+            yield generation
+
+    @contextlib.asynccontextmanager
+    async def busy(self, model: str) -> AsyncIterator[None]:
+        """Several such requests at once."""
+        length = await self._longest(model)
+        async with contextlib.AsyncExitStack() as stack:
+            for index in range(AT_ONCE):
+                await stack.enter_async_context(
+                    self.generating(model, tokens=length, goes_on=True, must_begin=index == 0)
+                )
+            yield
+
+    async def _longest(self, model: str) -> int:
+        """The greatest length that is not refused."""
+        outcome = ""
+        for length in LONG_TOKENS:
+            generation, begun = Generation(), asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(
+                    self.take(model, tokens=length, goes_on=True, generation=generation, begun=begun),
+                    name="trial",
+                )
+                try:
+                    async with asyncio.timeout(BEGINS_S):
+                        await begun.wait()
+                except TimeoutError:
+                    raise CheckNotRun("the inference address gives no token") from None
+                finally:
+                    task.cancel()
+            outcome = generation.outcome
+            if outcome not in UNWANTED:
+                return length
+        raise CheckNotRun(
+            f"the inference address refuses long requests that ignore the end of sequence: {outcome}"
+        )
+
+
+async def _begins(begun: asyncio.Event, generation: Generation) -> None:
+    try:
+        async with asyncio.timeout(BEGINS_S):
+            await begun.wait()
+    except TimeoutError:
+        raise CheckNotRun("the inference address gives no token") from None
+    if generation.outcome not in {"", "finished"}:
+        raise CheckNotRun(f"the inference address refuses requests: {generation.outcome}")
+
+
+class GrpcInference(Inference):
+    """By `openengine.v1.Inference`."""
 
     def __init__(self, channel: grpc.aio.Channel, *, token: str | None = None) -> None:
         self.channel = channel
         self._stub: Any = openengine_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call,unused-ignore]
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
 
-    @contextlib.asynccontextmanager
-    async def generating(
-        self, model: str, *, tokens: int, must_begin: bool = True
-    ) -> AsyncIterator[Generation]:
-        """One request that runs in the background of the block; it is cancelled when the block ends.
-
-        Raises:
-            CheckNotRun: it does not begin.
-        """
-        request = generation_pb2.GenerateRequest(
-            model=model,
-            prompt=PROMPT,
-            stopping=generation_pb2.StoppingOptions(max_tokens=tokens, ignore_eos=True),
-        )
-        generation = Generation()
-        begun = asyncio.Event()
-        stream = self._stub.Generate(request, metadata=self._metadata, timeout=120.0)
-
-        async def take() -> None:
-            try:
-                async for message in stream:
-                    match message.WhichOneof("event"):
-                        case "token":
-                            generation.tokens += 1
-                        case "finished":
-                            generation.outcome = "finished"
-                        case "error":
-                            generation.outcome = "error"
-                        case _:
-                            pass
-                    begun.set()
-                generation.outcome = generation.outcome or "finished"
-            except grpc.aio.AioRpcError as error:
-                generation.outcome = error.code().name
-            finally:
-                begun.set()
-
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(take(), name="generation")
-            try:
-                if must_begin:
-                    await self._begins(begun, generation)
-                yield generation
-            finally:
-                stream.cancel()
-                task.cancel()
-
-    async def _begins(self, begun: asyncio.Event, generation: Generation) -> None:
+    async def take(
+        self, model: str, *, tokens: int, goes_on: bool, generation: Generation, begun: asyncio.Event
+    ) -> None:
+        """As the port says."""
+        stopping = generation_pb2.StoppingOptions(max_tokens=tokens)
+        if goes_on:
+            stopping.ignore_eos = True
+        request = generation_pb2.GenerateRequest(model=model, prompt=PROMPT, stopping=stopping)
+        stream = self._stub.Generate(request, metadata=self._metadata, timeout=ENDS_S)
         try:
-            async with asyncio.timeout(BEGINS_S):
-                await begun.wait()
-        except TimeoutError:
-            raise CheckNotRun("the inference address gives no token") from None
-        if generation.outcome not in {"", "finished"}:
-            raise CheckNotRun(f"the inference address refuses requests: {generation.outcome}")
+            async for message in stream:
+                match message.WhichOneof("event"):
+                    case "token":
+                        generation.tokens += 1
+                        begun.set()
+                    case "finished":
+                        generation.outcome = generation.outcome or "finished"
+                    case "error":
+                        generation.outcome = "error"
+                    case _:
+                        pass
+            generation.outcome = generation.outcome or "ended without a word"
+        except grpc.aio.AioRpcError as error:
+            generation.outcome = error.code().name
+        finally:
+            stream.cancel()
+            begun.set()
 
-    @contextlib.asynccontextmanager
-    async def busy(self, model: str) -> AsyncIterator[Generation]:
-        """Several long requests at once."""
-        async with contextlib.AsyncExitStack() as stack:
-            first = await stack.enter_async_context(self.generating(model, tokens=LONG_TOKENS))
-            for _ in range(AT_ONCE - 1):
-                await stack.enter_async_context(self.generating(model, tokens=LONG_TOKENS, must_begin=False))
-            yield first
+
+class HttpInference(Inference):
+    """By `POST /v1/chat/completions`, streamed.
+
+    Args:
+        url: `http://HOST:PORT`; the path is added.
+        token: API key, where it wants one.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._token = token
+
+    async def take(
+        self, model: str, *, tokens: int, goes_on: bool, generation: Generation, begun: asyncio.Event
+    ) -> None:
+        """As the port says."""
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(ENDS_S):
+                reader, writer = await asyncio.open_connection(self._host, self._port, limit=LINE_BYTES_MAX)
+                writer.write(self._request(model, tokens=tokens, goes_on=goes_on))
+                await writer.drain()
+                await self._read(reader, generation, begun)
+        except (OSError, EOFError, ValueError, TimeoutError) as error:
+            generation.outcome = generation.outcome or f"broken: {type(error).__name__}"
+        finally:
+            begun.set()
+            if writer is not None:
+                writer.close()
+
+    def _request(self, model: str, *, tokens: int, goes_on: bool) -> bytes:
+        body: dict[str, Any] = {
+            "model": model,
+            "stream": True,
+            "max_tokens": tokens,
+            "messages": [{"role": "user", "content": PROMPT}],
+        }
+        if goes_on:
+            body["ignore_eos"] = True
+        payload = json.dumps(body).encode()
+        head = [
+            "POST /v1/chat/completions HTTP/1.1",
+            f"host: {self._host}:{self._port}",
+            "content-type: application/json",
+            f"content-length: {len(payload)}",
+            "connection: close",
+        ]
+        if self._token:
+            head.append(f"authorization: Bearer {self._token}")
+        return "\r\n".join([*head, "", ""]).encode() + payload
+
+    async def _read(self, reader: asyncio.StreamReader, generation: Generation, begun: asyncio.Event) -> None:
+        status = int((await reader.readline()).split()[1])
+        is_chunked = False
+        while (line := await reader.readline()).strip():
+            is_chunked = is_chunked or line.lower().replace(b" ", b"") == b"transfer-encoding:chunked\r\n"
+        if status != 200:
+            generation.outcome = f"HTTP {status}"
+            return
+        left = b""
+        async for piece in _pieces(reader, is_chunked=is_chunked):
+            *lines, left = (left + piece).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    _note(line[5:].strip(), generation)
+                    begun.set()
+        generation.outcome = generation.outcome or "ended without a word"
+
+
+async def _pieces(reader: asyncio.StreamReader, *, is_chunked: bool) -> AsyncIterator[bytes]:
+    while True:
+        if not is_chunked:
+            piece = await reader.read(65_536)
+        else:
+            size = int((await reader.readline()).split(b";")[0], 16)
+            piece = await reader.readexactly(size)
+            await reader.readline()
+        if not piece:
+            return
+        yield piece
+
+
+def _note(data: bytes, generation: Generation) -> None:
+    """What one event of the stream says."""
+    if data == b"[DONE]":
+        return
+    shape = json.loads(data)
+    if "error" in shape:
+        generation.outcome = "error"
+        return
+    for choice in shape.get("choices", ()):
+        generation.tokens += 1
+        reason = choice.get("finish_reason")
+        if reason:
+            generation.outcome = generation.outcome or (
+                "finished" if reason in {"stop", "length", "tool_calls"} else str(reason)
+            )

@@ -173,7 +173,7 @@ async def unknown_ids_are_not_found(bench: Bench) -> None:
     """GetOperation and WatchOperation of an unknown id are NOT_FOUND."""
     offer = await bench.offer()
     _, known = await bench.flushed(offer)
-    for unknown in ("no-such-operation", known.operation_id + "0", known.operation_id[:-1]):
+    for unknown in ("no-such-operation", f"{known.operation_id}x", known.operation_id.upper() + "Y"):
         where = f"the operation {unknown!r}"
         get = await bench.call("GetOperation", pb.GetAdminOperationRequest(operation_id=unknown))
         get.refused(grpc.StatusCode.NOT_FOUND, where=where)

@@ -116,9 +116,9 @@ async def inference_is_elsewhere(bench: Bench) -> None:
 @check("AD-50-core-info")
 async def core_discovery_tells(bench: Bench) -> None:
     """GetServerInfo of the core service reveals that the admin service exists."""
-    if bench.inference is None:
+    if bench.core is None:
         raise CheckNotRun("needs --inference HOST:PORT")
-    stub: Any = openengine_pb2_grpc.ControlStub(bench.inference.channel)  # type: ignore[no-untyped-call,unused-ignore]
+    stub: Any = openengine_pb2_grpc.ControlStub(bench.core.channel)  # type: ignore[no-untyped-call,unused-ignore]
     answer = await stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=TIMEOUT_S)
     extra = dict(answer.extra)
     told = dict(extra.get("openengine.admin") or {})

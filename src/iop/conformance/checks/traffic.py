@@ -11,13 +11,12 @@ from iop.conformance.model import CheckFailed, CheckNotRun, CheckSkipped, check,
 from iop.conformance.offer import Offer
 
 FEW_TOKENS = 4
-MANY_TOKENS = 400
 DONE_S = 30.0
 
 
 async def _with_inference(bench: Bench, *modes: int) -> tuple[Offer, Inference, str]:
     if bench.inference is None:
-        raise CheckNotRun("needs --inference HOST:PORT")
+        raise CheckNotRun("needs --inference HOST:PORT or --http URL")
     offer = await bench.offer()
     offer.need("Pause", "Resume")
     for mode in modes:
@@ -79,7 +78,7 @@ async def rejected_requests_are_told(bench: Bench) -> None:
 async def a_drain_lets_requests_finish(bench: Bench) -> None:
     """DRAIN lets running requests finish and counts them."""
     offer, inference, model = await _with_inference(bench, pb.PAUSE_MODE_DRAIN)
-    async with inference.generating(model, tokens=MANY_TOKENS) as running:
+    async with inference.long(model) as running:
         if running.has_ended:
             raise CheckNotRun("the request ended before the pause")
         answer = await bench.call(
@@ -100,7 +99,7 @@ async def a_drain_lets_requests_finish(bench: Bench) -> None:
 async def an_abort_ends_requests(bench: Bench) -> None:
     """ABORT ends running requests with an error that their callers are told, and counts them."""
     offer, inference, model = await _with_inference(bench, pb.PAUSE_MODE_ABORT)
-    async with inference.generating(model, tokens=MANY_TOKENS) as running:
+    async with inference.long(model) as running:
         if running.has_ended:
             raise CheckNotRun("the request ended before the pause")
         answer = await bench.call(
@@ -117,7 +116,7 @@ async def an_abort_ends_requests(bench: Bench) -> None:
 async def a_keep_freezes_requests(bench: Bench) -> None:
     """KEEP freezes running requests; after Resume they go on where they stood."""
     offer, inference, model = await _with_inference(bench, pb.PAUSE_MODE_KEEP)
-    async with inference.generating(model, tokens=MANY_TOKENS) as running:
+    async with inference.long(model) as running:
         if running.has_ended:
             raise CheckNotRun("the request ended before the pause")
         answer = await bench.call(
