@@ -1,8 +1,9 @@
 """The composition root of the Edge.
 
-Start: the operation core brings pauses, releases and quarantines into force from the journal (AD-26), then Nodes may
-come, then the public listeners open. Stop: the other way about, with the surfaces up until running requests have ended
-(EN-109). SIGHUP reads the config again and takes it whole or not at all (EN-114).
+Start: the operation core brings pauses, releases and quarantines into force from the journal (AD-26), then
+Nodes may come, then the public listeners open. Stop: the other way about, with the surfaces up until
+running requests have ended (EN-109). SIGHUP reads the config again and takes it whole or not at all
+(EN-114).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from iop.api.grpc.edge_port import EdgePort
 from iop.api.grpc.listeners import admin_listener, admin_receive_bytes_max, inference_listener
 from iop.api.grpc.rpc_metrics import RpcMetrics
 from iop.api.http.keys import ApiKeys
+from iop.api.http.metrics import HttpCollector
 from iop.api.http.openai import EdgeHttp
 from iop.api.http.ops import OpsServer, ops_app
 from iop.api.http.server import HttpServer
@@ -137,7 +139,8 @@ class _Served:
         await self._serve_http(stack)
         self._heed_reload(stack)
 
-    # --- listeners ----------------------------------------------------------------------------------------------------
+    # --- listeners
+    # ----------------------------------------------------------------------------------------------------
 
     async def _serve_nodes(self, stack: AsyncExitStack) -> None:
         config = self._config
@@ -216,6 +219,7 @@ class _Served:
                 metrics_type=metrics.content_type,
                 authorize=viewer_check(self._principals),
                 is_ready=self._is_ready,
+                read_artifact=self.edge.artifacts.read,
                 more_routes=config_routes(self._keeper, self._authenticate),
             ),
             host=address.host,
@@ -233,19 +237,21 @@ class _Served:
             return
         limits = http_limits(self._config.limits)
         tls = file_tls(self._config.tls.http)
+        surface = EdgeHttp(
+            self.edge.dispatcher,
+            find_snapshot=lambda: self.edge.snapshot,
+            find_keys=lambda: self._keys,
+            limits=limits,
+            clock=self._clock,
+            make_id=id_maker("req"),
+        )
         server = HttpServer(
-            EdgeHttp(
-                self.edge.dispatcher,
-                find_snapshot=lambda: self.edge.snapshot,
-                find_keys=lambda: self._keys,
-                limits=limits,
-                clock=self._clock,
-                make_id=id_maker("req"),
-            ),
+            surface,
             limits=limits,
             clock=self._clock,
             tls=server_context(tls) if tls is not None else None,
         )
+        self._metrics.registry.register(HttpCollector(surface, server))
         await stack.enter_async_context(server)
         with binding("http", address):
             host, port = await server.listen(address.host, address.port)
@@ -263,7 +269,8 @@ class _Served:
             return False, "the operation journal cannot be written"
         return True, ""
 
-    # --- reload -------------------------------------------------------------------------------------------------------
+    # --- reload -------------------------------------------------------------------------------------------
+    # ------------
 
     def _heed_reload(self, stack: AsyncExitStack) -> None:
         loop = asyncio.get_running_loop()
@@ -271,7 +278,8 @@ class _Served:
         stack.callback(loop.remove_signal_handler, signal.SIGHUP)
 
     def _take(self, config: EdgeConfig, revision: int) -> None:
-        """Make a valid config the running one in one turn; what listeners were made with stays until a restart.
+        """Make a valid config the running one in one turn; what listeners were made with stays until a
+        restart.
 
         Raises:
             InvalidRequest: it cannot be taken; nothing was changed.

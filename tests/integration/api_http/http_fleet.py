@@ -10,10 +10,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
 
+from prometheus_client import CollectorRegistry, generate_latest
+
 from iop.adapters.profiles import DEFAULT_PROFILE
 from iop.adapters.registry import adapter_types, create_adapter
 from iop.api.http.keys import ApiKeys, ApiKeySpec
 from iop.api.http.limits import HttpLimits
+from iop.api.http.metrics import HttpCollector
 from iop.api.http.openai import EdgeHttp
 from iop.api.http.server import HttpServer
 from iop.core.ids import ModelId, NodeId, ProviderId, RunId
@@ -87,6 +90,11 @@ class HttpFleet:
     def outcome(self, request_id: str) -> Outcome | None:
         record = self.edge.outcomes.find(request_id)
         return None if record is None else record.outcome
+
+    def metrics(self) -> bytes:
+        registry = CollectorRegistry()
+        registry.register(HttpCollector(self.surface, self.server))
+        return generate_latest(registry)
 
     async def stop_node(self) -> None:
         assert self.node is not None

@@ -320,6 +320,23 @@ async def test_a_stream_that_takes_too_long_ends_in_an_error_event() -> None:
         assert json.loads(answer.split(b"data: ")[-1])["error"]["code"] == "timeout"
 
 
+@pytest.mark.clause("SF-32")
+async def test_answers_are_counted_by_operation_status_and_reason() -> None:
+    async with fleet_of() as fleet:
+        await fleet.post(PLAIN)
+        await fleet.post(STREAM)
+        await fleet.post(b"hello", path="/v1/embeddings")
+        await get(fleet, "/v1/models")
+        text = fleet.metrics()
+        assert b'iop_http_answers_total{operation="chat_completions",status="200"} 2.0' in text
+        assert b'iop_http_answers_total{operation="embeddings",status="400"} 1.0' in text
+        assert b'iop_http_answers_total{operation="other",status="200"} 1.0' in text
+        assert b'iop_http_refusals_total{reason="invalid_json"} 1.0' in text
+        assert b'iop_http_first_byte_seconds_count{operation="chat_completions"} 2.0' in text
+        assert b'iop_http_first_byte_seconds_bucket{le="+Inf",operation="chat_completions"} 2.0' in text
+        assert b"iop_http_buffered_bytes 0.0" in text
+
+
 # ---- models and keys ----
 
 

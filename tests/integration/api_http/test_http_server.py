@@ -236,6 +236,22 @@ async def test_a_body_that_stalls_is_timed_out(site: Site) -> None:
     assert (await caller.read_until(b"\r\n")).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.clause("SF-12")
+async def test_a_body_that_drips_is_timed_out_in_the_end(site: Site) -> None:
+    server = await site.serve(Recorder(), limits=HttpLimits(body_stall_timeout_s=30.0, total_timeout_s=0.5))
+    caller = await site.call()
+    await caller.send(post(b"x" * 100)[:-100])
+
+    async def drip() -> None:
+        while server.counters.timeouts == 0:
+            await caller.send(b"x")
+            await asyncio.sleep(0.05)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(drip())
+        assert (await caller.read_until(b"\r\n")).startswith(b"HTTP/1.1 408")
+
+
 async def test_an_idle_connection_is_closed(site: Site) -> None:
     await site.serve(Recorder(), limits=HttpLimits(idle_timeout_s=0.3))
     caller = await site.call()

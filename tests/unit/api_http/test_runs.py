@@ -58,7 +58,7 @@ class Scene:
         self.relay = RunRelay(
             self.exchange,
             dialect=dialect,
-            begin=lambda exchange, handle: [(b"x-ours", b"1")],
+            begin=lambda exchange, handle, status: [(b"x-ours", b"1")],
             fail=self.fail,
             **(settings | options),
         )

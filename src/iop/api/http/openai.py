@@ -7,7 +7,6 @@ stood, nothing else changes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from iop.api.http.head import HeaderList
 from iop.api.http.headers import request_headers, request_id_of
 from iop.api.http.keys import ApiKeys, Caller
 from iop.api.http.limits import ByteBudget, HttpLimits
+from iop.api.http.metrics import SurfaceFigures
 from iop.api.http.models import list_models, model_entry
 from iop.api.http.relay import CountRelay, Relay
 from iop.api.http.routing import Routes
@@ -126,8 +126,7 @@ class EdgeHttp:
         make_id: makes request ids.
 
     Attributes:
-        answered: answers by operation and status.
-        refused: answers that IOP itself made, by reason.
+        figures: what it counts.
     """
 
     def __init__(
@@ -147,8 +146,7 @@ class EdgeHttp:
         self._clock = clock
         self._make_id = make_id
         self._budget = ByteBudget(limits.buffered_bytes)
-        self.answered: Counter[tuple[str, int]] = Counter()
-        self.refused: Counter[str] = Counter()
+        self.figures = SurfaceFigures()
         self._routes: Routes[_Operation | Callable[[Exchange, _Visit], None]] = Routes(
             {
                 (b"GET", b"/v1/models"): self._list_models,
@@ -222,14 +220,14 @@ class EdgeHttp:
         data = exchange.data
         visit = data[1] if data is not None else _Visit(self._make_id())
         reason = error_code(error)
-        self.refused[reason] += 1
+        self.figures.refusals[reason] += 1
         if visit.operation is not None and visit.caller is not None and not visit.is_dispatched:
             self._dispatch.record_rejection(
                 RequestId(visit.request_id), visit.model, reason, caller=visit.caller.name
             )
         visit.forget()
         status = error_status(error)
-        self._count(visit, status)
+        self._count(exchange, visit, status)
         headers = [*error_headers(error), *self._origin(visit.request_id, reason)]
         exchange.respond(status, headers, error_body(error, visit.dialect, visit.request_id))
 
@@ -313,18 +311,21 @@ class EdgeHttp:
             fail=self.on_error,
         )
 
-    def _begin_answer(self, exchange: Exchange, handle: DispatchHandle) -> HeaderList:
+    def _begin_answer(self, exchange: Exchange, handle: DispatchHandle, status: int) -> HeaderList:
         """At the provider's first byte: no other attempt can follow, so the body is let go; tell what we
         know.
         """
         visit: _Visit = exchange.data[1]
         visit.forget()
         exchange.release_body()
+        self._count(exchange, visit, status)
         headers: HeaderList = [
             (b"x-request-id", visit.request_id.encode("ascii")),
             (b"x-iop-queue-ms", b"%d" % handle.queue_ms),
             (b"x-iop-weight-version", handle.weight_version.encode("utf-8", "replace")),
         ]
+        if handle.queue_position:
+            headers.append((b"x-iop-queue-position", b"%d" % handle.queue_position))
         if self._find_snapshot().shows_provider:
             headers.append((b"x-iop-provider", handle.provider_name.encode("ascii", "replace")))
         return headers
@@ -344,7 +345,7 @@ class EdgeHttp:
         self._answer(exchange, visit, model_entry(self._find_snapshot(), visit.rest, may_use=_may_use(visit)))
 
     def _answer(self, exchange: Exchange, visit: _Visit, value: object, *more: tuple[bytes, bytes]) -> None:
-        self._count(visit, 200)
+        self._count(exchange, visit, 200)
         headers: HeaderList = [
             (b"content-type", b"application/json"),
             (b"x-request-id", visit.request_id.encode("ascii")),
@@ -362,9 +363,9 @@ class EdgeHttp:
             (b"x-iop-reason", reason.encode("ascii", "replace")),
         ]
 
-    def _count(self, visit: _Visit, status: int) -> None:
+    def _count(self, exchange: Exchange, visit: _Visit, status: int) -> None:
         name = "other" if visit.operation is None else visit.operation.name
-        self.answered[name, status] += 1
+        self.figures.answered(name, status, after_s=self._clock.monotonic() - exchange.started_at)
 
 
 def _may_use(visit: _Visit) -> Callable[..., bool]:

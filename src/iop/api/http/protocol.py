@@ -180,8 +180,12 @@ class HttpConnection(asyncio.Protocol):
             return
         if reading is _Reading.IDLE:
             self.deadline = self._server.now() + self._limits.head_timeout_s
-        elif reading is _Reading.BODY:
-            self.deadline = self._server.now() + self._limits.body_stall_timeout_s
+        elif reading is _Reading.BODY and self._incoming is not None:
+            # A body may take its time, but not more than a whole request may; a drip feed ends there.
+            self.deadline = min(
+                self._server.now() + self._limits.body_stall_timeout_s,
+                self._incoming.started_at + self._limits.total_timeout_s,
+            )
         self._feed(data)
         self._pump()
 

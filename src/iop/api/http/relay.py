@@ -56,7 +56,7 @@ class Relay:
         event_bytes_max: most bytes of one event.
         shown_model: the name that answers show instead of the provider's, where the model's rule says so
             (SF-15).
-        begin: called at the first byte; returns headers of ours for this answer.
+        begin: called at the first byte with the status; returns headers of ours for this answer.
         fail: answers an error before the first byte.
     """
 
@@ -89,7 +89,7 @@ class Relay:
         choices: int,
         event_bytes_max: int,
         shown_model: str | None,
-        begin: Callable[[Exchange, DispatchHandle], HeaderList],
+        begin: Callable[[Exchange, DispatchHandle, int], HeaderList],
         fail: Callable[[Exchange, IopError], None],
     ) -> None:
         self._exchange = exchange
@@ -160,7 +160,7 @@ class Relay:
                 self._json = JsonWatch()
         self._remaining = length
         assert self._handle is not None, "no answer comes before dispatch has returned"
-        out += self._begin(self._exchange, self._handle)
+        out += self._begin(self._exchange, self._handle, status)
         if self._shown_model is not None and self._mode is _Mode.PLAIN and b"json" in kind:
             self._withheld = (
                 status,

@@ -59,7 +59,7 @@ class RunRelay:
         has_usage: whether a stream ends with a usage event.
         has_tools: whether the caller offered tools: then text that begins like a call waits for the end.
         bytes_max: most text that a whole answer may gather.
-        begin: called at the first byte; returns headers of ours.
+        begin: called at the first byte with the status; returns headers of ours.
         fail: answers an error before the first byte.
     """
 
@@ -91,7 +91,7 @@ class RunRelay:
         has_usage: bool,
         has_tools: bool,
         bytes_max: int,
-        begin: Callable[[Exchange, DispatchHandle], HeaderList],
+        begin: Callable[[Exchange, DispatchHandle, int], HeaderList],
         fail: Callable[[Exchange, IopError], None],
     ) -> None:
         self._exchange = exchange
@@ -204,7 +204,7 @@ class RunRelay:
 
     def _start(self, kind: tuple[bytes, bytes], length: int | None) -> None:
         assert self._handle is not None, "no answer comes before dispatch has returned"
-        headers = self._begin(self._exchange, self._handle)
+        headers = self._begin(self._exchange, self._handle, 200)
         self._exchange.start(200, [kind, *headers], length=length)
 
     # ---- endings ----
