@@ -30,6 +30,7 @@ from iop.api.http.metrics import HttpCollector
 from iop.api.http.openai import EdgeHttp
 from iop.api.http.ops import OpsServer, ops_app
 from iop.api.http.server import HttpServer
+from iop.api.http.tls import RenewedTls
 from iop.app.addresses import binding
 from iop.app.edge_reload import ConfigKeeper
 from iop.app.edge_snapshot import snapshot_of
@@ -45,7 +46,6 @@ from iop.edge.edge import Edge
 from iop.edge.metrics import EdgeCollector
 from iop.net.admin_steps import AdminStepCodec
 from iop.net.listener import Listener
-from iop.net.tls import server_context
 from iop.obs import Metrics
 from iop.store.journal import SqlJournal
 from iop.wire.session import SessionSettings
@@ -249,7 +249,7 @@ class _Served:
             surface,
             limits=limits,
             clock=self._clock,
-            tls=server_context(tls) if tls is not None else None,
+            tls=RenewedTls(tls) if tls is not None else None,
         )
         self._metrics.registry.register(HttpCollector(surface, server))
         await stack.enter_async_context(server)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -14,12 +13,16 @@ from typing import Any, Final, Self
 from iop.api.http.exchange import HttpHandler
 from iop.api.http.limits import HttpLimits
 from iop.api.http.protocol import HttpConnection
+from iop.api.http.tls import RenewedTls
 from iop.core.clock import Clock
 
 __all__ = ["HttpCounters", "HttpServer"]
 
 SWEEP_INTERVAL_S: Final = 0.25
 """How late a timeout may be. A sweep over 10,000 connections costs about half a millisecond."""
+
+TLS_REFRESH_S: Final = 5.0
+"""How soon a renewed certificate is in use."""
 
 LISTEN_BACKLOG: Final = 1024
 """Connections the kernel may hold for us before it refuses; a burst of clients must fit."""
@@ -43,11 +46,11 @@ class HttpServer:
         handler: what is served.
         limits: what callers may cost.
         clock: where time comes from.
-        tls: a server-side context, or None for plain TCP.
+        tls: certificate files, looked at again now and then; None for plain TCP.
     """
 
     def __init__(
-        self, handler: HttpHandler, *, limits: HttpLimits, clock: Clock, tls: ssl.SSLContext | None = None
+        self, handler: HttpHandler, *, limits: HttpLimits, clock: Clock, tls: RenewedTls | None = None
     ) -> None:
         self.handler = handler
         self.limits = limits
@@ -91,7 +94,7 @@ class HttpServer:
             lambda: HttpConnection(self),
             host,
             port,
-            ssl=self._tls,
+            ssl=None if self._tls is None else self._tls.context,
             backlog=LISTEN_BACKLOG,
             reuse_address=True,
         )
@@ -145,6 +148,7 @@ class HttpServer:
     # ---- inside ----
 
     async def _sweep(self) -> None:
+        tls_due = self.now() + TLS_REFRESH_S
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             self._make_date()
@@ -152,6 +156,9 @@ class HttpServer:
             for connection in tuple(self._connections):
                 if connection.deadline <= now:
                     connection.on_deadline()
+            if self._tls is not None and now >= tls_due:
+                tls_due = now + TLS_REFRESH_S
+                self._tls.refresh()
 
     def _make_date(self) -> None:
         seconds = self._clock.unix_nanos() // 1_000_000_000
