@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
 FLUSH_TIMEOUT_S: Final = 2.0
 """How long a closing connection may take to write what is queued, the Goodbye last. Then it is cut."""
 
+LINGER_TIMEOUT_S: Final = 60.0
+"""How long the socket of a Node that was declared dead stays open to count what it still says. Longer holds descriptors
+for the dead; shorter answers a Node that stood still with a reset, and its late frames go uncounted.
+"""
+
 SessionT = TypeVar("SessionT", EdgeSession, NodeSession)
 Deliver = Callable[[Any], None]
 
@@ -62,6 +67,7 @@ class Connection(asyncio.Protocol, Generic[SessionT]):
         self._clock_skew_ms: int | None = None
         self._undelivered: list[Event] = []
         self._is_paused = False
+        self._is_half_closed = False
         self._in_turn = False
         self._is_turn_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -89,6 +95,9 @@ class Connection(asyncio.Protocol, Generic[SessionT]):
 
     def close(self, reason: CloseReason) -> None:
         """Say goodbye, flush and close; ``on_closed`` follows exactly once, from a turn of its own."""
+        if self.session.is_lingering:
+            self.abort()
+            return
         self._undelivered += self.session.close(reason)
         self._mark()
 
@@ -197,7 +206,17 @@ class Connection(asyncio.Protocol, Generic[SessionT]):
             if not session.has_output:
                 break
         if session.is_closed and not session.has_output and not transport.is_closing():
-            transport.close()
+            if session.is_lingering:
+                self._half_close(transport)
+            else:
+                transport.close()
+
+    def _half_close(self, transport: asyncio.Transport) -> None:
+        """Say no more, but read on until the peer has understood or the time is up. TLS cannot: its Goodbye must do."""
+        if not self._is_half_closed:
+            self._is_half_closed = True
+            if transport.can_write_eof():
+                transport.write_eof()
 
     def _arm(self) -> None:
         """Have the timer fire no later than the session's next deadline."""
@@ -235,7 +254,8 @@ class Connection(asyncio.Protocol, Generic[SessionT]):
             event.by_peer,
             event.detail,
         )
-        self._cut_timer = self._loop.call_later(FLUSH_TIMEOUT_S, self.abort)
+        patience_s = LINGER_TIMEOUT_S if self.session.is_lingering else FLUSH_TIMEOUT_S
+        self._cut_timer = self._loop.call_later(patience_s, self.abort)
         self._tell_closed(event.reason)
 
     def _tell_closed(self, reason: CloseReason) -> None:

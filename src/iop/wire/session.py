@@ -42,6 +42,9 @@ SECOND_LOOK_S: Final = 0.1
 SECOND_LOOKS_MAX: Final = 5
 """How often our own lateness may put off a death; a loop that is always late must not keep the dead alive."""
 
+LINGERING: Final = frozenset({CloseReason.HEARTBEAT_TIMEOUT, CloseReason.SUPERSEDED})
+"""Ends that the Edge declares of a Node which may still live and speak; what it then says is counted and dropped."""
+
 REASON_CHARS_MAX: Final = 512
 """Longest text that goes into a Goodbye; it may quote what the peer sent."""
 
@@ -175,6 +178,7 @@ class Session(Generic[StreamT]):
         self._beat_at: float | None = None
         self._beats = 0
         self._farewell = b""
+        self._is_lingering = False
 
     # ---- what the shell sees ----
 
@@ -189,6 +193,11 @@ class Session(Generic[StreamT]):
         return self._readiness is Readiness.CLOSED
 
     @property
+    def is_lingering(self) -> bool:
+        """Whether the session is over, and a peer that does not know it yet should be read from for a while (EN-33)."""
+        return self._is_lingering
+
+    @property
     def has_output(self) -> bool:
         """Whether ``data_to_send`` would give anything."""
         return self._scheduler.has_output or bool(self._farewell)
@@ -201,6 +210,8 @@ class Session(Generic[StreamT]):
     def receive_data(self, data: bytes, *, now: float) -> list[Event]:
         """Take bytes from the peer. Never raises for what they say."""
         if self._readiness is Readiness.CLOSED:
+            if self._is_lingering:
+                self._count_late(data)
             return self.take_events()
         self._liveness.hear(now)
         self.counters.received_bytes += len(data)
@@ -333,6 +344,16 @@ class Session(Generic[StreamT]):
         self._liveness.hear(now)
         self._beat_at = now + self.settings.heartbeat_interval_s
 
+    def _count_late(self, data: bytes) -> None:
+        """Frames behind our own end of the session: they change nothing, whatever they say."""
+        try:
+            for buffer, start, end in self._reader.feed(data):
+                _, message = codec.decode(memoryview(buffer)[start:end])
+                if not isinstance(message, Heartbeat | Goodbye | Unknown):
+                    self._drop_late()
+        except RemoteProtocolError:
+            self._is_lingering = False
+
     def _drop_late(self) -> None:
         self.counters.late_frames += 1
         self._events.append(LateFrameDropped())
@@ -360,6 +381,12 @@ class Session(Generic[StreamT]):
         """Close once: every stream gets its terminal, then ``Closed``."""
         if self._readiness is Readiness.CLOSED:
             return
+        self._is_lingering = (
+            self.role is Role.EDGE
+            and self._readiness is Readiness.READY
+            and not by_peer
+            and reason in LINGERING
+        )
         self._readiness = Readiness.CLOSED
         self._handshake_until = None
         self._beat_at = None

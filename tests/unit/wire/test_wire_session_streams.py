@@ -142,6 +142,32 @@ def test_an_answer_out_of_order_ends_the_connection(frames: list[tuple[int, int]
     assert reason_of(to_edge(pair, *sent)) == reason
 
 
+@pytest.mark.clause("EN-33", "EN-57")
+@pytest.mark.parametrize("reason", [m.CloseReason.HEARTBEAT_TIMEOUT, m.CloseReason.SUPERSEDED])
+def test_what_a_node_says_after_it_was_declared_dead_is_counted_and_changes_nothing(
+    reason: m.CloseReason,
+) -> None:
+    pair = SessionPair.ready(SETTINGS)
+    started(pair)
+    pair.edge.close(reason)
+    pair.edge_events.clear()
+    assert pair.edge.is_lingering
+    late = p.TunnelFrame(run_id="run-1", kind=p.FrameKind.BODY, sequence=2, body=b"late")
+    end = p.TunnelFrame(run_id="run-1", kind=p.FrameKind.END, sequence=3)
+    assert to_edge(pair, late, p.Heartbeat(sequence=1), end) == [events.LateFrameDropped()] * 2
+    assert pair.edge.counters.late_frames == 2
+    assert pair.edge.receive_data(b"\xff" * 8, now=1.0) == []
+    assert not pair.edge.is_lingering, "rubbish ends the patience"
+
+
+@pytest.mark.clause("EN-33")
+def test_an_edge_that_ends_for_other_reasons_does_not_linger() -> None:
+    for reason in (m.CloseReason.SHUTDOWN, m.CloseReason.PROTOCOL_ERROR):
+        pair = SessionPair.ready(SETTINGS)
+        pair.edge.close(reason)
+        assert not pair.edge.is_lingering
+
+
 @pytest.mark.clause("EN-57", "EN-33")
 def test_frames_behind_the_terminal_are_dropped_and_counted() -> None:
     pair = SessionPair.ready(SETTINGS)
