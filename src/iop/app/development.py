@@ -100,6 +100,13 @@ def write_edge(
         "name": ADAPTER_NAME,
         "type": "openai_compat",
         "endpoint": f"http://{engine['http']}",
+        # What the reference engine serves; the rest is refused by the Edge in the caller's own dialect (SF-01).
+        "profile": {
+            "operations": {
+                "models": {"method": "GET", "path": "/v1/models"},
+                "chat_completions": {"method": "POST", "path": "/v1/chat/completions"},
+            }
+        },
         "openengine": engine["openengine"],
         "admin": {"target": engine["admin"], "token": "file:engine-admin.token"},
         "capacity": engine["slots"],
