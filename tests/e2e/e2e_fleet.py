@@ -34,7 +34,7 @@ UP_FLAGS = [
     for part in (f"--{name}", ANY)
 ]
 START_TIMEOUT_S = 60.0
-STORY = [{"role": "user", "content": "Tell me a story about the sea."}]
+STORY = [{"role": "user", "content": "Tell me a story."}]
 
 
 def eventually(check: Callable[[], bool], what: str, *, within_s: float) -> float:

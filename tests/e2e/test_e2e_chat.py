@@ -35,7 +35,7 @@ def test_the_official_client_lists_the_model_and_streams_a_chat(client: openai.O
         )
     )
     text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-    assert len(text.split()) > 10
+    assert len(text.split()) > 3
     assert parts[-1].usage is not None
     assert parts[-1].usage.completion_tokens <= 40
     whole = client.chat.completions.create(

@@ -229,8 +229,9 @@ def _what_to_try(started: Any) -> list[str]:
     run, model = started.run, started.model
     url = f"http://{run.addresses['http']}/v1"
     iop = _command()
-    prompt = "Tell me a story about the sea."
-    body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "{prompt}"}}]}}'
+    prompt = "Tell me a story."
+    messages = f'[{{"role": "user", "content": "{prompt}"}}]'
+    body = f'{{"model": "{model}", "stream": true, "temperature": 0, "messages": {messages}}}'
     return [
         "",
         f"IOP is ready, {started.elapsed_s:.1f} s after the start. Ctrl-C stops everything.",
@@ -242,8 +243,9 @@ def _what_to_try(started: Any) -> list[str]:
         "Chat, with the openai client for Python:",
         "  from openai import OpenAI",
         f'  client = OpenAI(base_url="{url}", api_key="none")',
-        f'  messages = [{{"role": "user", "content": "{prompt}"}}]',
-        f'  for part in client.chat.completions.create(model="{model}", messages=messages, stream=True):',
+        f"  messages = {messages}",
+        f'  answer = client.chat.completions.create(model="{model}", messages=messages, temperature=0, stream=True)',
+        "  for part in answer:",
         '      print(part.choices[0].delta.content or "", end="", flush=True)',
         "",
         "Operate:",

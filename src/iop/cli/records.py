@@ -19,7 +19,12 @@ from iop.admin.results import (
     OperationResult,
     ParticipantUpdate,
     PauseResult,
+    ReconfigureServingResult,
+    ReleaseResourcesResult,
+    ResourceAmount,
+    RestoreResourcesResult,
     ResumeResult,
+    UpdateWeightsResult,
 )
 
 __all__ = ["describe_result", "event_name", "to_json"]
@@ -90,4 +95,36 @@ def describe_result(operation: AdminOperation) -> list[str]:
             f"{f' ({cache.detail})' if cache.detail else ''}"
             for cache in result.caches
         ]
+    if isinstance(result, ReleaseResourcesResult):
+        kinds = dict.fromkeys(amount.kind.name.lower().replace("_", "-") for amount in result.released)
+        asked = " ".join(f"--kind {kind}" for kind in kinds)
+        paused = f", pause epoch {result.pause_epoch}" if result.pause_epoch is not None else ""
+        return [
+            f"released: epoch {result.resource_epoch}{paused}",
+            *_amounts(result.released),
+            f"to take it back: iop admin restore --epoch {result.resource_epoch} {asked}",
+        ]
+    if isinstance(result, RestoreResourcesResult):
+        left = ", ".join(kind.name.lower() for kind in result.remaining)
+        return [
+            *_amounts(result.restored),
+            f"still released: {left}" if left else "nothing is released any more",
+        ]
+    if isinstance(result, UpdateWeightsResult):
+        return [
+            f"{result.model}: {result.previous_weight_version} -> {result.weight_version};"
+            f" aborted {result.aborted}, kept {result.kept}"
+        ]
+    if isinstance(result, ReconfigureServingResult):
+        return [
+            f"{change.participant_id}: {change.field.name.lower()} {change.disposition.name.lower()}"
+            f" {change.effective_value} {change.detail}".rstrip()
+            for change in result.changes
+        ]
     return [] if result is None else [f"{key}: {value}" for key, value in to_json(result).items()]
+
+
+def _amounts(amounts: tuple[ResourceAmount, ...]) -> list[str]:
+    return [
+        f"  {item.participant_id}: {item.kind.name.lower()} {item.bytes / 2**20:.1f} MiB" for item in amounts
+    ]

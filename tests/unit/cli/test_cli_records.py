@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from iop.admin.enums import AdminOperationKind, AdminOperationState, CacheKind, CacheOutcome, PauseMode
+from iop.admin.enums import (
+    AdminOperationKind,
+    AdminOperationState,
+    CacheKind,
+    CacheOutcome,
+    PauseMode,
+    ResourceKind,
+)
 from iop.admin.results import (
     AdminOperation,
     AdminOperationEvent,
     CacheResult,
     FlushCachesResult,
     OperationCompleted,
+    OperationResult,
     PauseResult,
+    ReleaseResourcesResult,
+    ResourceAmount,
+    RestoreResourcesResult,
     ResumeResult,
 )
 from iop.cli.records import describe_result, to_json
 from iop.core.ids import OperationId, ParticipantId
 
 
-def operation(result: PauseResult | FlushCachesResult | ResumeResult | None) -> AdminOperation:
+def operation(result: OperationResult | None) -> AdminOperation:
     return AdminOperation(
         operation_id=OperationId("op-1"),
         kind=AdminOperationKind.PAUSE,
@@ -55,6 +66,24 @@ def test_an_event_has_its_body_under_the_oneof() -> None:
     assert shape["completed"]["revision"] == 3
     assert shape["completed"]["result"]["pause"]["pause_epoch"] == 7
     assert "event" not in shape
+
+
+def test_a_release_says_how_to_take_it_back_and_how_much_it_was() -> None:
+    amount = ResourceAmount(
+        participant_id=ParticipantId("n/e/0"), kind=ResourceKind.KV_CACHE, bytes=3 * 2**20
+    )
+    lines = describe_result(
+        operation(ReleaseResourcesResult(resource_epoch=4, released=(amount,), pause_epoch=2))
+    )
+    assert lines == [
+        "released: epoch 4, pause epoch 2",
+        "  n/e/0: kv_cache 3.0 MiB",
+        "to take it back: iop admin restore --epoch 4 --kind kv-cache",
+    ]
+    lines = describe_result(
+        operation(RestoreResourcesResult(restored=(amount,), remaining=(ResourceKind.WEIGHTS,)))
+    )
+    assert lines[-1] == "still released: weights"
 
 
 def test_people_are_told_what_to_do_next() -> None:
