@@ -22,6 +22,7 @@ from iop.admin.reconcile import Remedy, remedy_for
 from iop.admin.steps import CommitWeightsStep, ParticipantReadBack, Step, StepCall
 from iop.admin.targets import by_group
 from iop.core.clock import Clock
+from iop.core.errors import IopError
 from iop.core.ids import GroupId, OperationId, ParticipantId
 
 __all__ = ["Reconciler", "ReconcilerTiming"]
@@ -133,9 +134,12 @@ class Reconciler:
         self._forget_gone(participants)
         candidates = self._candidates(participants, everybody=everybody)
         fresh = {group: members for group, members in candidates.items() if group not in self._active}
-        if any(self._known.get(group) != _identity(members) for group, members in fresh.items()):
-            # Whoever came back is gated before it is asked anything.
-            await self._regate()
+        # Whoever came back is gated before it is asked anything. Always: somebody may have gone and come back between
+        # two looks, unseen, and its driver keeps it closed until it hears of its gate again.
+        try:
+            await self._regate_once()
+        except IopError as exc:
+            logger.warning("gates.unknown error=%s", exc)  # they stay as they are; the next look tries again
         for group, members in fresh.items():
             self._active.add(group)
             tasks.create_task(self._supervise(group, members), name=f"reconcile {group}")
