@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -111,6 +112,12 @@ class Database:
             await connection.close()
             raise _leased()
         self._lock_connection = connection
+
+    async def warm_up(self) -> None:
+        """Open the reading connections now: an opening that a caller's cancellation cuts off would leak one."""
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(READERS - (self._lock_connection is not None)):
+                _ = await stack.enter_async_context(self.reader.connect())
 
     async def migrate(self) -> None:
         """Bring the schema to the newest version; a new store is made that way too."""

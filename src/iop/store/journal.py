@@ -54,6 +54,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+CLOSE_TIMEOUT_S: Final = 5.0
+"""How long closing waits for a read or write under way; each takes milliseconds."""
+
 _ITEMS: Final[Mapping[str, tuple[str, Any, Callable[[str], Any]]]] = {
     "pause": ("pauses", PauseRecord, int),
     "release": ("releases", ReleaseRecord, int),
@@ -95,6 +98,8 @@ class SqlJournal:
         self._token = 0
         self._cached: _Cached | None = None
         self._writing = asyncio.Lock()
+        self._in_use = 0
+        self._idle = asyncio.Event()
 
     # --- lease --------------------------------------------------------------------------------------------------------
 
@@ -103,6 +108,7 @@ class SqlJournal:
         await self._database.take_lock()
         async with _translated():
             await self._database.migrate()
+            await self._database.warm_up()
             async with self._database.writer.begin() as connection:
                 row = (await connection.execute(sa.select(t.meta.c.token).with_for_update())).one()
                 token = int(row.token) + 1
@@ -116,9 +122,33 @@ class SqlJournal:
         return token
 
     async def aclose(self) -> None:
-        """Close the store. Idempotent."""
+        """Close the store, after whoever is using it right now. Idempotent."""
         self._token = 0
-        await self._database.aclose()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while self._in_use:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            logger.warning("store.closed_in_use users=%d", self._in_use)
+        finally:
+            await self._database.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _using(self) -> AsyncIterator[None]:
+        """Count a user, so that no connection is out when the store closes: it would never be closed itself."""
+        self._in_use += 1
+        try:
+            async with _translated():
+                yield
+        finally:
+            self._in_use -= 1
+            self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def _reading(self) -> AsyncIterator[AsyncConnection]:
+        async with self._using(), self._database.reader.begin() as connection:
+            yield connection
 
     async def check_writable(self) -> None:
         """Write the row of counters as it is, and take it back."""
@@ -134,7 +164,7 @@ class SqlJournal:
 
     async def _write(self, body: Callable[[AsyncConnection, _Cached], Any]) -> Any:
         """Run `body` in a writing transaction with the current state."""
-        async with self._writing, _translated(), self._database.writer.connect() as connection:
+        async with self._writing, self._using(), self._database.writer.connect() as connection:
             row = (await connection.execute(sa.select(t.meta).with_for_update())).one()
             if self._token == 0 or row.token != self._token:
                 raise Unavailable("another process took the store over", reason="LEASE_LOST")
@@ -199,13 +229,13 @@ class SqlJournal:
         cached = self._cached
         if cached is not None and self._token:
             return cached.snapshot()
-        async with _translated(), self._database.reader.begin() as connection:
+        async with self._reading() as connection:
             row = (await connection.execute(sa.select(t.meta))).one()
             return (await self._read_state(connection, row)).snapshot()
 
     async def find_key(self, claim: KeyClaim) -> Replay | None:
         """The operation of a key (AD-12)."""
-        async with _translated(), self._database.reader.begin() as connection:
+        async with self._reading() as connection:
             return await _find_key(connection, claim)
 
     async def accept(self, claim: KeyClaim, decide: Decide) -> OperationRecord | Replay:
@@ -354,7 +384,7 @@ class SqlJournal:
 
     async def load(self, operation_id: str) -> OperationRecord | None:
         """One operation."""
-        async with _translated(), self._database.reader.begin() as connection:
+        async with self._reading() as connection:
             return await _read_record(connection, operation_id)
 
     async def events(
@@ -367,7 +397,7 @@ class SqlJournal:
             .order_by(t.events.c.sequence)
             .limit(limit)
         )
-        async with _translated(), self._database.reader.begin() as connection:
+        async with self._reading() as connection:
             rows = (await connection.execute(query)).all()
         return tuple(
             AdminOperationEvent(
@@ -386,7 +416,7 @@ class SqlJournal:
             .where(t.steps.c.operation_id == operation_id)
             .order_by(t.steps.c.step, t.steps.c.group_id)
         )
-        async with _translated(), self._database.reader.begin() as connection:
+        async with self._reading() as connection:
             return tuple(loads(text, StepRecord) for (text,) in await connection.execute(query))
 
     async def list_operations(
@@ -405,7 +435,7 @@ class SqlJournal:
             query = query.where(t.operations.c.kind.in_([k.value for k in kinds]))
         if states:
             query = query.where(t.operations.c.state.in_([s.value for s in states]))
-        async with _translated(), self._database.reader.begin() as connection:
+        async with self._reading() as connection:
             rows = (await connection.execute(query.limit(limit))).all()
             records = []
             for spec_text, moves_text in rows:
@@ -428,7 +458,7 @@ class SqlJournal:
 
     async def get_blob(self, digest: bytes) -> bytes | None:
         """Content by digest."""
-        async with _translated(), self._database.reader.begin() as connection:
+        async with self._reading() as connection:
             query = sa.select(t.blobs.c.content).where(t.blobs.c.digest == digest)
             content = await connection.scalar(query)
         return None if content is None else bytes(content)
@@ -474,7 +504,7 @@ class SqlJournal:
     async def audit_rows(self, *, after_index: int, limit: int) -> Sequence[AuditRow]:
         """Audit rows in order."""
         query = sa.select(t.audit).where(t.audit.c.index > after_index).order_by(t.audit.c.index).limit(limit)
-        async with _translated(), self._database.reader.begin() as connection:
+        async with self._reading() as connection:
             return tuple(_audit_row(row) for row in await connection.execute(query))
 
 

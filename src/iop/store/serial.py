@@ -38,7 +38,7 @@ def loads(text: str, hint: type[T]) -> T:
     """
     try:
         value: T = _codec(cast("Hashable", hint))[1](json.loads(text))
-    except (KeyError, TypeError) as exc:
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise ValueError(f"a stored {getattr(hint, '__name__', hint)} cannot be read") from exc
     return value
 
