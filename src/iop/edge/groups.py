@@ -27,6 +27,7 @@ class Group:
         infos: by our id, in rank order.
         local_of: the Node's own participant ids by ours.
         is_current: told by the generation that is connected now.
+        joined: how often a generation of its Node became ready.
         gates: as the core last said, since the last activation.
     """
 
@@ -36,6 +37,7 @@ class Group:
     local_of: dict[ParticipantId, str] = field(default_factory=dict)
     versions: dict[ParticipantId, str] = field(default_factory=dict)
     is_current: bool = False
+    joined: int = 0
     trouble: str = ""
     gates: dict[ParticipantId, AdmissionGate] = field(default_factory=dict)
 

@@ -109,6 +109,7 @@ class OutcomeBook:
 _ERROR_OUTCOMES: Final[Mapping[str, Outcome]] = {
     StreamErrorCode.UPSTREAM_TRUNCATED: Outcome.UPSTREAM_TRUNCATED,
     StreamErrorCode.TIMEOUT: Outcome.TIMEOUT,
+    StreamErrorCode.NO_OUTPUT: Outcome.TIMEOUT,
     StreamErrorCode.NODE_SHUTDOWN: Outcome.NODE_LOST,
     StreamErrorCode.NODE_LOST: Outcome.NODE_LOST,
 }
@@ -126,6 +127,7 @@ _PROVIDER_FAULTS: Final = frozenset(
         StreamErrorCode.UPSTREAM_ERROR.value,
         StreamErrorCode.UPSTREAM_TRUNCATED.value,
         StreamErrorCode.TIMEOUT.value,
+        StreamErrorCode.NO_OUTPUT.value,
         StreamErrorCode.INTERNAL.value,
     }
 )

@@ -176,6 +176,7 @@ class Participants:
             if key.node == node:
                 group.gates.clear()
                 group.is_current = False
+                group.joined += 1
                 self._tasks.start(partial(self._discover, key), f"discover {key}")
 
     def node_lost(self, node: NodeId) -> None:
@@ -212,7 +213,8 @@ class Participants:
     def participants(self) -> Sequence[ParticipantInfo]:
         """All ranks ever told by configured providers, connected or not, in config order."""
         return [
-            replace(info, connected=group.is_current)
+            # The join count makes a member that went and came back between two looks a newcomer all the same (AD-35).
+            replace(info, connected=group.is_current, instance=f"{info.instance}.{group.joined}")
             for group in self._groups.values()
             for info in group.infos.values()
         ]

@@ -1,0 +1,277 @@
+"""The Edge as the participants of a real operation core: pauses, gates, reconnects; on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from iop.admin.core import AdminCore, MutationCall
+from iop.admin.enums import AdmissionPolicy, PauseMode
+from iop.admin.profile import Capabilities, ParticipantInfo
+from iop.admin.requests import (
+    AllTargets,
+    MutationOptions,
+    PauseRequest,
+    PauseSpec,
+    ResumeRequest,
+)
+from iop.admin.results import OperationCompleted
+from iop.admin.steps import ParticipantOutcome, ParticipantReadBack, PauseStep, ResumeStep, StepResult
+from iop.core.errors import Draining
+from iop.core.ids import GroupId, OperationId, ParticipantId, RunId
+from iop.edge.calls import Outcome
+from iop.edge.edge import Edge
+from iop.edge.snapshot import QueueSpec
+from iop.net.admin_steps import AdminStepCodec
+from iop.testing.admin_world import ADMIN, LoopClock, digest_of
+from iop.testing.edge_fleet import (
+    FakeEdgeConnection,
+    RecordingSink,
+    adapter_spec,
+    provider_key,
+    request_of,
+    snapshot_of,
+    tunnel_to,
+)
+from iop.testing.memory_journal import MemoryJournal, MemoryStore
+from iop.testing.virtual_loop import run_virtual
+from iop.wire.messages import AdminStepResult, CommandResponse, ParticipantReport
+
+CODEC = AdminStepCodec()
+KEY = provider_key("n1/main")
+SNAPSHOT = snapshot_of(
+    {"n1/main": adapter_spec("main", capacity=2, is_administered=True)},
+    {"fast": ["n1/main"]},
+    queue=QueueSpec(no_capacity_grace_s=60),
+)
+
+
+class Engine:
+    """One rank that really pauses and resumes."""
+
+    def __init__(self) -> None:
+        self.paused = False
+
+    def command(self, request):
+        info = ParticipantInfo(
+            participant_id=ParticipantId("rank-0"),
+            group_id=GroupId("engine"),
+            capabilities=Capabilities(
+                operations=frozenset({2, 3}),
+                pause_modes=frozenset(PauseMode),  # pause, resume
+            ),
+            rank=0,
+            instance="boot-1",
+        )
+        back = ParticipantReadBack(
+            participant_id=info.participant_id,
+            instance="boot-1",
+            paused=self.paused,
+            released=frozenset(),
+            weight_version="v1",
+            profiles=frozenset(),
+        )
+        report = ParticipantReport(
+            adapter="main", info=CODEC.encode_info(info), read_back=CODEC.encode_read_back(back)
+        )
+        return CommandResponse(type=request.type, ok=True, participants=(report,))
+
+    def step(self, step):
+        body = CODEC.decode_step(step.request)
+        if isinstance(body, PauseStep):
+            self.paused = True
+        elif isinstance(body, ResumeStep):
+            self.paused = False
+        outcome = ParticipantOutcome(participant_id=ParticipantId("rank-0"), weight_version="v1")
+        result = StepResult(participants=(outcome,))
+        return AdminStepResult(
+            operation_id=step.operation_id, step=step.step, outcome=CODEC.encode_result(result)
+        )
+
+
+class Fleet:
+    """Edge, core and one engine."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        runs, operations = itertools.count(1), itertools.count(len(store.records) + 1)
+        clock = LoopClock()
+        self.engine = Engine()
+        self.edge = Edge(SNAPSHOT, clock=clock, codec=CODEC, new_run_id=lambda: RunId(f"run-{next(runs)}"))
+        self.core = AdminCore(
+            journal=MemoryJournal(store, unix_nanos=clock.unix_nanos),
+            driver=self.edge.participants,
+            clock=clock,
+            new_id=lambda: OperationId(f"op-{next(operations)}"),
+            owner="test",
+        )
+        self.edge.participants.attach(self.core.participants_changed)
+        self._keys = itertools.count(len(store.records) + 1)
+
+    def connect(self, instance: str = "") -> FakeEdgeConnection:
+        node = FakeEdgeConnection(self.edge.nodes, instance=instance)
+        node.answer_command = self.engine.command
+        node.answer_step = self.engine.step
+        return node.connect()
+
+    async def operate(self, make):
+        request = make(MutationOptions(idempotency_key=f"key-{next(self._keys)}"))
+        call = MutationCall(principal=ADMIN, request=request, request_sha256=digest_of(request))
+        events = [event async for event in self.core.submit(call)]
+        assert isinstance(events[-1].event, OperationCompleted), events[-1]
+        return events[-1].event.result
+
+    async def pause(self, mode=PauseMode.DRAIN, admission=AdmissionPolicy.QUEUE):
+        spec = PauseSpec(mode=mode, admission=admission)
+        return await self.operate(
+            lambda options: PauseRequest(options=options, target=AllTargets(), pause=spec)
+        )
+
+    async def resume(self, epoch):
+        return await self.operate(lambda options: ResumeRequest(options=options, pause_epoch=epoch))
+
+    async def is_open(self):
+        async with asyncio.timeout(100):
+            while not self.edge.pools.gate_of(KEY).is_open:  # noqa: ASYNC110 - a level
+                await asyncio.sleep(0.01)
+
+
+def play(scenario, store=None):
+    async def main():
+        fleet = Fleet(store or MemoryStore())
+        async with asyncio.timeout(10_000), fleet.edge, asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(fleet.core.run())
+            await fleet.core.wait_ready()
+            try:
+                await scenario(fleet)
+            finally:
+                running.cancel()
+
+    run_virtual(main())
+
+
+@pytest.mark.clause("EN-32", "AD-35")
+def test_a_node_that_comes_is_reconciled_and_then_serves_who_waited():
+    async def scenario(fleet):
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(
+                fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+            )
+            await asyncio.sleep(1)
+            node = fleet.connect()
+            assert not fleet.edge.pools.gate_of(KEY).is_open
+        assert waiting.result().run_id == node.streams[0].request.run_id
+
+    play(scenario)
+
+
+@pytest.mark.clause("AD-35", "AD-39", "EN-30")
+def test_reconnects_as_fast_as_they_can_come_never_leave_the_gate_closed():
+    async def scenario(fleet):
+        fleet.connect("same")
+        await fleet.is_open()
+        for turns in range(40):
+            fleet.connect("same")
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            fleet.connect("same")
+            async with asyncio.timeout(5):
+                await fleet.is_open()
+
+    play(scenario)
+
+
+@pytest.mark.clause("AD-41", "AD-42", "SF-09")
+def test_a_draining_pause_lets_the_stream_finish_queues_the_next_and_resume_lets_it_go():
+    async def scenario(fleet):
+        node = fleet.connect()
+        await fleet.is_open()
+        first = await fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+        async with asyncio.TaskGroup() as tasks:
+            pausing = tasks.create_task(fleet.pause())
+            await asyncio.sleep(1)
+            waiting = tasks.create_task(
+                fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+            )
+            await asyncio.sleep(1)
+            assert not fleet.engine.paused, "the engine is told after the Edge's own work has ended"
+            node.streams[0].start()
+            node.streams[0].end()
+            result = await pausing
+            assert fleet.engine.paused
+            assert (first.outcome, result.drained) == (Outcome.COMPLETE, 1)
+            await asyncio.sleep(100)
+            assert not waiting.done()
+            await fleet.resume(result.pause_epoch)
+        assert not fleet.engine.paused
+        assert waiting.result().outcome is None
+
+    play(scenario)
+
+
+@pytest.mark.clause("AD-35", "AD-41")
+def test_a_pause_outlives_the_reconnect_of_its_node_and_rejects_as_it_was_asked_to():
+    async def scenario(fleet):
+        node = fleet.connect()
+        await fleet.is_open()
+        result = await fleet.pause(PauseMode.ABORT, AdmissionPolicy.REJECT)
+        node.lose()
+        await asyncio.sleep(1)
+        fleet.connect()
+        await asyncio.sleep(5)
+        assert fleet.edge.pools.gate_of(KEY).held_by == (f"epoch {result.pause_epoch}",)
+        with pytest.raises(Draining):
+            await fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+        await fleet.resume(result.pause_epoch)
+        await fleet.is_open()
+        await fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+
+    play(scenario)
+
+
+@pytest.mark.clause("AD-26", "AD-35")
+def test_after_an_edge_restart_a_pause_is_in_force_before_the_node_may_serve():
+    store = MemoryStore()
+    epochs = []
+
+    async def before(fleet):
+        fleet.connect()
+        await fleet.is_open()
+        epochs.append((await fleet.pause()).pause_epoch)
+
+    async def after(fleet):
+        fleet.engine.paused = True
+        node = fleet.connect()
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(
+                fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+            )
+            await asyncio.sleep(50)
+            assert node.streams == []
+            await fleet.resume(epochs[0])
+        assert waiting.result().outcome is None
+        assert not fleet.engine.paused
+
+    play(before, store)
+    play(after, store)
+
+
+@pytest.mark.clause("AD-41", "SF-07", "SF-12")
+def test_a_caller_who_leaves_a_frozen_request_gets_the_outcome_at_once_and_the_lease_comes_at_resume():
+    async def scenario(fleet):
+        node = fleet.connect()
+        await fleet.is_open()
+        handle = await fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+        result = await fleet.pause(PauseMode.KEEP)
+        assert result.kept == 1
+        handle.cancel()
+        assert handle.outcome is Outcome.CLIENT_CANCELLED
+        await asyncio.sleep(5000)
+        assert len(fleet.edge.pools.leases) == 1
+        assert node.streams[0].at_safe_point
+        await fleet.resume(result.pause_epoch)
+        node.streams[0].fail("cancelled")
+        assert len(fleet.edge.pools.leases) == 0
+
+    play(scenario)
