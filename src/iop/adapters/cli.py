@@ -295,7 +295,7 @@ class _AgentRun:
         assert output is not None
         bytes_left = settings.output_bytes_max or OUTPUT_BYTES_MAX
         wait_s: float = settings.start_timeout_sec or START_TIMEOUT_S
-        words = "the agent produced no output"
+        code, words = StreamErrorCode.NO_OUTPUT, "the agent produced no output"
         while True:
             while self._stream.credit_bytes <= 0 and not self._cancelled.is_set():
                 self._writable.clear()
@@ -304,7 +304,7 @@ class _AgentRun:
                 async with asyncio.timeout(wait_s):
                     data = await output.read(READ_BYTES)
             except TimeoutError:
-                raise _RunFailedError(StreamErrorCode.TIMEOUT, f"{words} within {wait_s:g} s") from None
+                raise _RunFailedError(code, f"{words} within {wait_s:g} s") from None
             for event in reader.feed(data) if data else reader.finish():
                 self._stream.emit(event)
             if not data:
@@ -313,7 +313,7 @@ class _AgentRun:
             if bytes_left < 0:
                 raise _RunFailedError(StreamErrorCode.UPSTREAM_ERROR, "the agent's output is too large")
             wait_s = settings.idle_timeout_sec or IDLE_TIMEOUT_S
-            words = "the agent produced no more output"
+            code, words = StreamErrorCode.TIMEOUT, "the agent produced no more output"
 
     async def _end_when_cancelled(self, process: asyncio.subprocess.Process) -> None:
         await self._cancelled.wait()

@@ -1,8 +1,8 @@
 """A TCP proxy that fails as networks do: packets vanish for a while, come late, or the line breaks.
 
-TCP hides loss from those who use it: what a lossy line looks like from above is silence, then everything at once. So the
-proxy keeps what it took during a partition and hands it on when the line heals, as retransmission does; connections that
-are opened meanwhile get no answer.
+TCP hides loss from those who use it: what a lossy line looks like from above is silence, then everything at once. So
+the proxy keeps what it took during a partition and hands it on when the line heals, as retransmission does; connections
+that are opened meanwhile get no answer.
 """
 
 from __future__ import annotations

@@ -326,6 +326,7 @@ class StreamErrorCode(StrEnum):
     UPSTREAM_ERROR = "upstream_error"
     UPSTREAM_TRUNCATED = "upstream_truncated"
     TIMEOUT = "timeout"
+    NO_OUTPUT = "no_output"
     UNKNOWN_ADAPTER = "unknown_adapter"
     UNKNOWN_OPERATION = "unknown_operation"
     INVALID_REQUEST = "invalid_request"

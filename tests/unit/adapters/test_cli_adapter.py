@@ -244,7 +244,7 @@ async def test_without_a_workspace_it_works_in_a_temporary_directory(agent: Path
 @pytest.mark.parametrize(
     ("mode", "settings", "code", "words"),
     [
-        ("silent", {"start_timeout_sec": 1}, "timeout", "no output"),
+        ("silent", {"start_timeout_sec": 1}, "no_output", "no output"),
         ("pauses", {"idle_timeout_sec": 1}, "timeout", "no more output"),
         ("pauses", {"total_timeout_sec": 1}, "timeout", "time is up"),
         ("fails", {}, "upstream_error", "code 3"),

@@ -96,6 +96,7 @@ _STREAM_ERRORS: Final[Mapping[str, tuple[type[IopError], str]]] = {
     "upstream_error": (Unavailable, "The provider failed before its answer was whole."),
     "upstream_truncated": (Unavailable, "The provider's answer ended before it was whole."),
     "timeout": (DeadlineExceeded, "The provider did not answer in time."),
+    "no_output": (DeadlineExceeded, "The agent produced no output in time. Does it wait for input?"),
     "node_lost": (Unavailable, "The provider was lost while it answered."),
     "node_shutdown": (Unavailable, "The provider is shutting down."),
     "edge_shutdown": (Draining, "The gateway is shutting down."),
