@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from iop.admin import planner
 from iop.admin.capability import cancellable_kinds
+from iop.admin.crew import CrewTiming
 from iop.admin.desired import without_groups
 from iop.admin.enums import AdminErrorCode, AdminOperationKind, CancelDisposition
 from iop.admin.executor import Executor, ExecutorPorts, ExecutorTiming
@@ -88,6 +89,15 @@ class CoreTiming:
     reconcile_wait_s: float = 5.0
     store_probe_s: float = 5.0
     expiry_period_s: float = 3600.0
+
+    @classmethod
+    def of(cls, *, participant_lost_s: float, read_back_period_s: float) -> CoreTiming:
+        """The bounds that a config states; all others as they are by default (AD-25, AD-35)."""
+        crew = CrewTiming(lost_after_s=participant_lost_s)
+        return cls(
+            executor=ExecutorTiming(crew=crew),
+            reconciler=ReconcilerTiming(period_s=read_back_period_s, crew=crew),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

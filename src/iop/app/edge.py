@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from iop.admin.core import AdminCore
+from iop.admin.core import AdminCore, CoreTiming
 from iop.admin.permissions import Principal
 from iop.api.grpc.auth import ApiKeyDirectory, Credentials, PrincipalDirectory
 from iop.api.grpc.edge_port import EdgePort
@@ -110,6 +110,10 @@ class _Served:
             clock=self._clock,
             new_id=operation_ids(),
             owner=process_owner("edge"),
+            timing=CoreTiming.of(
+                participant_lost_s=config.admin.participant_lost_sec,
+                read_back_period_s=config.admin.readback_sec,
+            ),
         )
         self.edge.participants.attach(self._core.participants_changed)
         keeper.attach(self._take)
