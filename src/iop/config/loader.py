@@ -108,7 +108,9 @@ def _load(
     config = reader.read(tree, raw)
     problems += reader.problems
 
-    def note(key: str, message: str, fix: str) -> None:
+    def note(key: str, message: str, fix: str, reads: tuple[str, ...] = ()) -> None:
+        if any(_touches(unread, other) for unread in reader.unread for other in (key, *reads)):
+            return
         problems.append(
             Problem(where=_where(key, reader.origins, raw, place), key=key, message=message, fix=fix)
         )
@@ -120,13 +122,21 @@ def _load(
     return Loaded(config=config, origins=reader.origins, warnings=warn(config))
 
 
+def _touches(unread: str, key: str) -> bool:
+    """Whether the value at ``key`` is, or lies in, one that could not be read."""
+    return key == unread or key.startswith((f"{unread}.", f"{unread}["))
+
+
 def _where(key: str, origins: Mapping[str, Origin], raw: RawMap, place: str) -> str:
     """The place of a key: its own, or that of the nearest section around it that was written."""
     if key in origins:
         return origins[key].where
-    below = next((origins[name].where for name in origins if name.startswith((f"{key}.", f"{key}["))), None)
-    if below is not None:
-        return below
+    around = key
+    while around:
+        for name, origin in origins.items():
+            if name.startswith((f"{around}.", f"{around}[")):
+                return origin.where
+        around = around[: max(around.rfind("."), around.rfind("["), 0)]
     top = raw.entries.get(key.partition(".")[0].partition("[")[0])
     return top.origin.where if top is not None and top.origin.where else place
 

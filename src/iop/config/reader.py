@@ -55,6 +55,9 @@ FAILED: Final = _Failed()
 class Reader:
     """Reads one tree. Afterwards ``problems`` and ``origins`` (by dotted key, for leaves that were given) are filled.
 
+    A value that cannot be read does not end the reading: its default or a stand-in takes its place and its key goes
+    into ``unread``, so that the rules between keys can still judge the rest.
+
     Args:
         secrets: where ``file:`` and ``env:`` lead.
         base_dir: what relative paths count from.
@@ -65,9 +68,10 @@ class Reader:
         self._base_dir = base_dir
         self.problems: list[Problem] = []
         self.origins: dict[str, Origin] = {}
+        self.unread: set[str] = set()
 
     def read(self, tree: type[T], raw: RawMap) -> T | None:
-        """The tree, or None when something in it could not be read."""
+        """The tree, with stand-ins where ``unread`` says so; None when something has neither default nor stand-in."""
         value = self._section(tree, raw, "")
         return value if isinstance(value, tree) else None
 
@@ -87,9 +91,11 @@ class Reader:
                 if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
                     doc = item.metadata.get("doc", "its value")
                     self._note(raw.origin, path, "is required", f"Add {name}: {doc}")
-                    values[name] = FAILED
+                    values[name] = self._stand_in(hints[name], item, path)
                 continue
             value = self._value(hints[name], given, path, item.metadata)
+            if value is FAILED:
+                value = self._stand_in(hints[name], item, path)
             # A key written without a value means its default, where it has one and may not be null.
             if value is not None or _allows_none(hints[name]):
                 values[name] = value
@@ -248,6 +254,29 @@ class Reader:
         if text.startswith(("postgresql://", "postgres://")):
             return StoreUrl(url=text)
         raise _Bad("is no store that is known here", advice)
+
+    def _stand_in(self, wanted: Any, item: dataclasses.Field[Any], key: str) -> Any:
+        """What takes the place of an unreadable value. Names and digests are unique, so that they repeat nobody's."""
+        self.unread.add(key)
+        if _allows_none(wanted):
+            return None
+        if item.default is not dataclasses.MISSING:
+            return item.default
+        if item.default_factory is not dataclasses.MISSING:
+            return item.default_factory()
+        if typing.get_origin(wanted) is Literal:
+            return typing.get_args(wanted)[0]
+        if wanted is str:
+            return f"unread-{key}"
+        if wanted is SecretHash:
+            return SecretHash.of(f"unread-{key}")
+        if wanted is Secret:
+            return Secret(reference="", _value="")
+        if wanted is Path:
+            return Path()
+        if wanted is Address:
+            return parse_address("127.0.0.1:1")
+        return FAILED
 
     # --- problems -----------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Final, Protocol
 
 from iop.config.tree import (
     Adapter,
@@ -40,8 +40,13 @@ PERMISSIONS: Final = (
 
 _HTTP_TYPES: Final = frozenset({"openai_compat", "vllm", "sglang", "trtllm", "llamacpp", "ollama"})
 
-Note = Callable[[str, str, str], None]
-"""Takes key, message, fix."""
+
+class Note(Protocol):
+    """Takes a finding."""
+
+    def __call__(self, key: str, message: str, fix: str, reads: tuple[str, ...] = ()) -> None:
+        """Note it, unless ``key`` or one of ``reads``, which it rests on, could not be read in the first place."""
+        ...
 
 
 def check_edge(config: EdgeConfig, note: Note) -> None:
@@ -58,6 +63,7 @@ def check_edge(config: EdgeConfig, note: Note) -> None:
                     f"listen.{name}",
                     f"{address} is reachable from other machines, and there are no api_keys",
                     "Add api_keys, listen on 127.0.0.1, or write insecure: true",
+                    ("insecure", "api_keys"),
                 )
     _check_principals(config.admin, "admin", note)
     _check_nodes(config, note)
@@ -68,6 +74,7 @@ def check_edge(config: EdgeConfig, note: Note) -> None:
             "heartbeat.timeout_sec",
             "one late heartbeat would end a connection",
             f"Make it at least {2 * config.heartbeat.interval_sec:g}, twice interval_sec",
+            ("heartbeat.interval_sec",),
         )
 
 
@@ -98,9 +105,12 @@ def check_node(config: NodeConfig, note: Note) -> None:
             "reconnect.interval_sec",
             "attempts without limit need a pause between them",
             "Make it positive, or give max_attempts a positive number",
+            ("reconnect.max_attempts",),
         )
     if config.tls is not None and (config.tls.cert is None) != (config.tls.key is None):
-        note("tls.cert", "a client certificate needs both cert and key", "Give both, or neither")
+        note(
+            "tls.cert", "a client certificate needs both cert and key", "Give both, or neither", ("tls.key",)
+        )
     if config.edge.path is None and config.edge.port == 0:
         note("edge", "port 0 cannot be dialled", "Write the port that the Edge listens on")
 
@@ -141,6 +151,7 @@ def _check_addresses(listeners: Mapping[str, Address | None], note: Note) -> Non
                     f"listen.{name}",
                     f"{address} is also the address of listen.{other}",
                     "Give each listener an address of its own, or null to turn it off",
+                    (f"listen.{other}",),
                 )
         taken.append((name, address))
         if address.path is not None and name != "admin":
@@ -163,6 +174,7 @@ def _check_exposure(
             f"listen.{name}",
             f"{address} is reachable from other machines, without TLS",
             f"{way}, listen on 127.0.0.1, or write insecure: true",
+            ("insecure", f"tls.{name}"),
         )
 
 
@@ -186,12 +198,18 @@ def _check_principals(section: AdminSection, key: str, note: Note) -> None:
 
 def _check_principal(principal: PrincipalEntry, key: str, note: Note) -> None:
     if principal.token is None and principal.mtls_san is None:
-        note(key, f"{principal.name} has no credential", "Add token or mtls_san")
+        note(
+            key,
+            "the principal has no credential",
+            "Add token or mtls_san",
+            (f"{key}.token", f"{key}.mtls_san"),
+        )
     if (principal.role is None) == (not principal.permissions):
         note(
             key,
-            f"{principal.name} needs a role or permissions, not both",
+            "the principal needs a role or permissions, not both",
             "Write role: viewer, operator or admin",
+            (f"{key}.role", f"{key}.permissions"),
         )
     for permission in principal.permissions:
         if permission not in PERMISSIONS:
@@ -213,17 +231,19 @@ def _check_nodes(config: EdgeConfig, note: Note) -> None:
 
 
 def _check_adapter(adapter: Adapter, key: str, note: Note) -> None:
+    kind = (f"{key}.type",)
     if adapter.type in _HTTP_TYPES and adapter.endpoint is None:
-        note(f"{key}.endpoint", f"type {adapter.type} needs one", "Write endpoint: http://HOST:PORT")
+        note(f"{key}.endpoint", f"type {adapter.type} needs one", "Write endpoint: http://HOST:PORT", kind)
     if adapter.type == "openengine" and adapter.openengine is None:
-        note(f"{key}.openengine", "type openengine needs one", "Write openengine: HOST:PORT")
+        note(f"{key}.openengine", "type openengine needs one", "Write openengine: HOST:PORT", kind)
     if adapter.type == "cli" and adapter.cli is None:
-        note(f"{key}.cli", "type cli needs its command", "Write cli: {command: [PROGRAM, ARGUMENT]}")
+        note(f"{key}.cli", "type cli needs its command", "Write cli: {command: [PROGRAM, ARGUMENT]}", kind)
     if adapter.long_context_capacity > adapter.capacity:
         note(
             f"{key}.long_context_capacity",
             "long slots are part of the capacity (EN-111)",
             f"Make it at most {adapter.capacity}",
+            (f"{key}.capacity",),
         )
     profile = adapter.profile
     if isinstance(profile, ProtocolProfile):
@@ -252,6 +272,7 @@ def _check_models(config: EdgeConfig, note: Note) -> None:
     for name in _repeated([name for model in config.models for name in (model.id, *model.aliases)]):
         note("models", f"the name {name} appears twice among ids and aliases", "Let each name mean one model")
     known = {(node.id, adapter.provider_id) for node in config.nodes for adapter in node.adapters}
+    named = _keys_of_adapter_names(config)
     for model_index, model in enumerate(config.models):
         if not model.providers:
             note(f"models[{model_index}].providers", "is empty", "Name at least one node and adapter")
@@ -262,11 +283,23 @@ def _check_models(config: EdgeConfig, note: Note) -> None:
                 choices = (
                     ", ".join(sorted(f"{node}/{adapter}" for node, adapter in known)) or "none is configured"
                 )
+                key = f"models[{model_index}].providers[{index}]"
                 note(
-                    f"models[{model_index}].providers[{index}]",
+                    key,
                     f"there is no adapter {provider.adapter} on a node {provider.node}",
                     f"Known: {choices}",
+                    (f"{key}.node", f"{key}.adapter", *named),
                 )
+
+
+def _keys_of_adapter_names(config: EdgeConfig) -> tuple[str, ...]:
+    """Every key that a name such as gpu-1/main rests on."""
+    keys = ["nodes"]
+    for node_index, node in enumerate(config.nodes):
+        keys += [f"nodes[{node_index}].id", f"nodes[{node_index}].adapters"]
+        for index in range(len(node.adapters)):
+            keys += [f"nodes[{node_index}].adapters[{index}].{name}" for name in ("name", "type")]
+    return tuple(keys)
 
 
 def _check_api_keys(config: EdgeConfig, note: Note) -> None:
@@ -282,4 +315,12 @@ def _check_api_keys(config: EdgeConfig, note: Note) -> None:
                     f"api_keys[{index}].models",
                     f"there is no model {model}",
                     f"Known: {', '.join(sorted(names))}",
+                    (
+                        "models",
+                        *(
+                            f"models[{at}].{name}"
+                            for at in range(len(config.models))
+                            for name in ("id", "aliases")
+                        ),
+                    ),
                 )

@@ -143,3 +143,75 @@ def test_node_credentials_are_hashed_when_loaded_and_hidden_when_printed() -> No
 def test_a_heartbeat_timeout_survives_one_late_beat() -> None:
     assert "one late heartbeat" in problems_of("heartbeat: {interval_sec: 5, timeout_sec: 9}")
     load_edge(sources("heartbeat: {interval_sec: 5, timeout_sec: 10}"))
+
+
+def test_rules_between_keys_judge_what_is_readable_beside_what_is_not() -> None:
+    text = f"""
+listen: {{http: nowhere, openengine: 127.0.0.1:5, ops: 127.0.0.1:5}}
+heartbeat: {{interval_sec: -1}}
+admin:
+  principals:
+    - {{name: ops, token: plain, role: god}}
+    - {{name: ops, token: "{HASH}"}}
+nodes:
+  - {{id: n, token: "{HASH}", adapters: [{{name: a, type: vllm, endpoint: "ftp://x"}}, {{name: b, type: vllm}}]}}
+  - {{id: n, token: "file:gone", adapters: []}}
+models:
+  - id: m
+    providers: [{{node: other, adapter: a, target: t}}]
+"""
+    with pytest.raises(ConfigInvalid) as caught:
+        load_edge(sources(text))
+    found = {problem.key for problem in caught.value.problems}
+    assert found == {
+        "listen.http",
+        "listen.ops",
+        "heartbeat.interval_sec",
+        "admin.principals[0].token",
+        "admin.principals[0].role",
+        "admin.principals",
+        "admin.principals[1]",
+        "nodes[0].adapters[0].endpoint",
+        "nodes[0].adapters[1].endpoint",
+        "nodes[1].token",
+        "nodes",
+        "models[0].providers[0]",
+    }
+    assert "unread-" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "models"),
+    [
+        ('[{id: "?", token: "HASH", adapters: [{name: a, type: vllm, endpoint: "http://x"}]}]', "n/a"),
+        ('[{id: n, token: "HASH", adapters: [{name: "?", type: vllm, endpoint: "http://x"}]}]', "n/a"),
+        ('[{id: n, token: "HASH", adapters: [{type: vlllm, endpoint: "http://x"}]}]', "n/vllm"),
+        ("5", "n/a"),
+        ('[{id: n, token: "HASH", adapters: 5}]', "n/a"),
+        ('[{id: n, token: "HASH", adapters: [5]}]', "n/a"),
+    ],
+)
+def test_a_finding_that_rests_on_an_unreadable_value_is_left_out(nodes: str, models: str) -> None:
+    node, _, adapter = models.partition("/")
+    text = (
+        f"nodes: {nodes.replace('HASH', HASH)}\n"
+        f"models: [{{id: m, providers: [{{node: {node}, adapter: {adapter}, target: t}}]}}]\n"
+    )
+    with pytest.raises(ConfigInvalid) as caught:
+        load_edge(sources(text))
+    assert len(caught.value.problems) == 1, str(caught.value)
+    assert caught.value.problems[0].key.startswith("nodes")
+
+
+def test_a_finding_points_at_the_item_of_the_list_that_it_is_about() -> None:
+    text = f"""nodes:
+  - id: n
+    token: "{HASH}"
+    adapters:
+      - {{name: a, type: vllm, endpoint: "http://x"}}
+      - name: b
+        type: vllm
+"""
+    with pytest.raises(ConfigInvalid) as caught:
+        load_edge(sources(text))
+    assert [problem.where for problem in caught.value.problems] == ["edge.yaml:6"]
