@@ -589,6 +589,8 @@ async def test_serving_is_reconfigured_with_its_effective_values(admin: AdminRig
     result = await admin.step(ReconfigureStep(changes=change))
     assert_all_ok(result)
     assert [each.changes[0].effective_value for each in result.participants] == ["4", "4"]
+    told = [dict(each.serving) for each in await admin.adapter.read_back(admin.ids)]
+    assert told == [{ReconfigurableField.CAPACITY: 4}] * 2
 
 
 @pytest.mark.clause("AD-46")

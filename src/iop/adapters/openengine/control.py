@@ -21,7 +21,13 @@ from iop.adapters.http_tunnel import refuse_tunnel
 from iop.adapters.openengine import steps
 from iop.adapters.openengine.admin_rpc import AdminRpc, OperationFailedError
 from iop.adapters.openengine.channel import bearer, check_authority, connect, error_of, open_channel
-from iop.admin.enums import AdminErrorCode, AdminOperationKind, ChangeDisposition, PauseMode
+from iop.admin.enums import (
+    AdminErrorCode,
+    AdminOperationKind,
+    ChangeDisposition,
+    PauseMode,
+    ReconfigurableField,
+)
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ActivePause, AdminProfile, ParticipantInfo
 from iop.admin.requests import (
@@ -30,6 +36,7 @@ from iop.admin.requests import (
     PauseRequest,
     ReleaseResourcesRequest,
     ServingChange,
+    ServingValue,
     StartProfileRequest,
     StopProfileRequest,
 )
@@ -110,6 +117,7 @@ class OpenEngineControl:
         self._frozen = 0
         self._profiles: dict[str, str] = {}
         self._profiles_running: dict[ParticipantId, frozenset[str]] = {}
+        self._serving: dict[ParticipantId, dict[ReconfigurableField, ServingValue]] = {}
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:  # noqa: ARG002 - the Protocol's
         """Open the channels; they connect when first used."""
@@ -232,7 +240,15 @@ class OpenEngineControl:
             case ReconfigureStep(changes=changes):
                 self._require(profile, call, AdminOperationKind.RECONFIGURE_SERVING)
                 wanted = steps.reconfigure_request(call, changes)
-                return _with_changes(call, await self._mutate(call, wanted, report))
+                result = _with_changes(call, await self._mutate(call, wanted, report))
+                self._note_serving(result, changes)
+                return result
+
+    def _note_serving(self, result: StepResult, changes: Iterable[ServingChange]) -> None:
+        """Keep the values in effect: the engine read them back, and its profile does not tell them again."""
+        for outcome in result.participants:
+            values = self._serving.setdefault(outcome.participant_id, {})
+            values.update(steps.effective_values(outcome.changes, changes))
 
     async def _judge(
         self, call: StepCall, changes: tuple[ServingChange, ...], profile: AdminProfile
@@ -500,6 +516,7 @@ class OpenEngineControl:
             instance=self._instance,
             profiles_running=self._profiles_running,
             frozen=self._frozen,
+            serving=self._serving,
         )
 
     async def _refresh(self) -> AdminProfile:
@@ -512,6 +529,7 @@ class OpenEngineControl:
                 self._services.on_change()
                 self._frozen = 0
                 self._profiles_running.clear()
+                self._serving.clear()
         before = self._profile
         self._profile = await self._admin().profile()
         if self._failure or before is None or self._profile.participants != before.participants:

@@ -8,8 +8,10 @@ mutation (two phases, undo, verification) is its own affair; we read its profile
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 from iop.admin.enums import (
@@ -18,6 +20,7 @@ from iop.admin.enums import (
     CacheOutcome,
     CachePolicy,
     ParticipantPhase,
+    ReconfigurableField,
     VerificationMethod,
 )
 from iop.admin.profile import ActivePause, ActiveRelease, AdminProfile, ModelWeights, ParticipantInfo
@@ -31,11 +34,13 @@ from iop.admin.requests import (
     RestoreResourcesRequest,
     ResumeRequest,
     ServingChange,
+    ServingValue,
     UpdateWeightsRequest,
     WeightSource,
 )
 from iop.admin.results import (
     AdminError,
+    ChangeResult,
     FlushCachesResult,
     OperationResult,
     ParticipantError,
@@ -108,6 +113,7 @@ def read_back_of(
     instance: str,
     profiles_running: Mapping[ParticipantId, frozenset[str]],
     frozen: int,
+    serving: Mapping[ParticipantId, Mapping[ReconfigurableField, ServingValue]] = MappingProxyType({}),
 ) -> tuple[ParticipantReadBack, ...]:
     """How these participants stand by the engine's own profile.
 
@@ -117,6 +123,7 @@ def read_back_of(
         instance: of the engine's process.
         profiles_running: profiles that we started, by our ids.
         frozen: requests that a KEEP pause of ours left in the engine.
+        serving: values in effect, as far as the engine told them; its profile does not.
     """
     known = {each.info.participant_id: each for each in profile.participants}
     answers = []
@@ -141,6 +148,7 @@ def read_back_of(
                 content_digest=weights.content_digest if weights else b"",
                 verified_by=_method(weights),
                 profiles=profiles_running.get(participant_id, frozenset()),
+                serving=tuple(serving.get(participant_id, {}).items()),
             )
         )
     return tuple(answers)
@@ -346,6 +354,30 @@ def reconfigure_request(
         target=targets_of(call),
         changes=changes,
     )
+
+
+def effective_values(
+    results: Iterable[ChangeResult], changes: Iterable[ServingChange]
+) -> dict[ReconfigurableField, ServingValue]:
+    """What the engine says is in effect now, as far as its words can be read as values of that field."""
+    wished = {change.field: change.value for change in changes}
+    values: dict[ReconfigurableField, ServingValue] = {}
+    for result in results:
+        wish, text = wished.get(result.field), result.effective_value
+        match wish:
+            case bool():
+                if text.lower() in {"true", "false"}:
+                    values[result.field] = text.lower() == "true"
+            case int() if not isinstance(wish, enum.Enum):
+                if text.isascii() and text.isdigit():
+                    values[result.field] = int(text)
+            case None:
+                pass
+            case _ if text == str(wish):
+                values[result.field] = wish
+            case _:
+                pass
+    return values
 
 
 def update_request(
