@@ -107,7 +107,7 @@ class Parts:
         mend = f"bash {self.script('engine')}"
         commands = {
             "restart": f"bash {self.script(part)}",
-            "fail-rank": f'if [ "$IOP_HOOK_PHASE" = begin ]; then {stop}; else {mend}; fi',
+            "fail-rank": f'if [ "$CONFORMANCE_PHASE" = begin ]; then {stop}; else {mend}; fi',
             "cut": f"kill -USR1 $(cat {self.home / 'relay.pid'}) && sleep 0.2",
         }
         return [f"--hook={name}={commands[name]}" for name in names]

@@ -28,6 +28,9 @@ RPC_TIMEOUT_S: Final = 20.0
 SETTLE_TIMEOUT_S: Final = 90.0
 """For operations that must take back what a failing rank left: a rollback alone may take 60 s (AD-25)."""
 
+PATIENCE_S: Final = 40.0
+"""For ends that are due soon: of a cancelled operation, of one whose deadline passed. Only wrong servers use it up."""
+
 COMES_BACK_S: Final = 120.0
 """For a server that was restarted, and its participants."""
 
@@ -74,10 +77,17 @@ class Target:
 
 
 class Bench:
-    """Everything that a check uses. One at a time; a check need not clean up, `put_back` does."""
+    """Everything that a check uses. One at a time; a check need not clean up, `put_back` does.
 
-    def __init__(self, target: Target, hooks: Hooks | None = None) -> None:
+    Args:
+        target: the server.
+        hooks: what the caller lent.
+        patience_s: how long an end that is due soon may take.
+    """
+
+    def __init__(self, target: Target, hooks: Hooks | None = None, *, patience_s: float = PATIENCE_S) -> None:
         self.target = target
+        self.patience_s = patience_s
         self.hooks: Hooks = hooks or NoHooks()
         self.core: GrpcInference | None = None
         self.inference: Inference | None = None
@@ -91,7 +101,7 @@ class Bench:
         self._quarantined: frozenset[str] = frozenset()
         self._hold: contextlib.AsyncExitStack | None = None
         self._failing = False
-        self.weights_touched = False
+        self._connected = 0
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[Bench]:
@@ -292,6 +302,7 @@ class Bench:
         Raises:
             CheckNotRun: no hook.
         """
+        self._connected = len((await self.offer()).participants)
         await self.hooks.run(HookName.FAIL_RANK, HookPhase.BEGIN)
         self._failing = True
         try:
@@ -304,6 +315,7 @@ class Bench:
         if self._failing:
             self._failing = False
             await self.hooks.run(HookName.FAIL_RANK, HookPhase.END)
+            await self.until_back(self._connected)
 
     async def restart(self) -> None:
         """Restart the server hard and wait until it serves and its participants are connected.

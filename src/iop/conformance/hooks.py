@@ -1,7 +1,7 @@
 """What the wire cannot provoke: a restart, a failing rank, a cut connection, work that does not end.
 
-A hook is a command of the caller's. It is run by the shell with two variables: `IOP_HOOK`, its name, and
-`IOP_HOOK_PHASE`. `restart` and `cut` are run once per use with the phase `once` and have done their work when they
+A hook is a command of the caller's. It is run by the shell with two variables: `CONFORMANCE_HOOK`, its name, and
+`CONFORMANCE_PHASE`. `restart` and `cut` are run once per use with the phase `once` and have done their work when they
 return. `fail-rank` and `hold` are run with `begin` and later with `end`.
 """
 
@@ -98,7 +98,7 @@ class CommandHooks:
             raise CheckNotRun(f"needs --hook {name.value}=CMD")
         process = await asyncio.create_subprocess_shell(
             command,
-            env={**os.environ, "IOP_HOOK": name.value, "IOP_HOOK_PHASE": phase.value},
+            env={**os.environ, "CONFORMANCE_HOOK": name.value, "CONFORMANCE_PHASE": phase.value},
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,

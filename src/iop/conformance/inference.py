@@ -91,9 +91,9 @@ class Inference(Protocol):
                 task.cancel()
 
     @contextlib.asynccontextmanager
-    async def long(self, model: str) -> AsyncIterator[Generation]:
-        """One request that does not end by itself for as long as the server lets it run."""
-        length = await self._longest(model)
+    async def long(self, model: str, *, at_most: int = LONG_TOKENS[0]) -> AsyncIterator[Generation]:
+        """One request that does not end by itself before so many tokens, or as many as the server lets it."""
+        length = min(at_most, await self._longest(model))
         async with self.generating(model, tokens=length, goes_on=True) as generation:
             yield generation
 

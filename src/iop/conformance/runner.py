@@ -51,10 +51,8 @@ async def run_check(bench: Bench, one: Check) -> CheckResult:
     begun = time.monotonic()
     outcome, detail = await _judged(bench, one)
     left = await _put_back(bench)
-    if left and outcome in {Outcome.PASS, Outcome.SKIP, Outcome.NOT_RUN}:
-        outcome, detail = Outcome.FAIL, left
-    elif left:
-        detail = f"{detail}; afterwards: {left}"
+    if left:
+        outcome, detail = Outcome.FAIL, f"{detail}; afterwards {left}" if detail else left
     return CheckResult(
         check_id=one.check_id,
         clauses=one.clauses,

@@ -30,6 +30,7 @@ CHEAP = sorted(
 )
 OTHERS = 2
 BOUND_S = 60
+PATIENCE_S = 4.0
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def _quiet() -> Iterator[None]:
 
 async def judged(recipe: Recipe, checks: Sequence[Check]) -> dict[str, CheckResult]:
     async with asyncio.timeout(BOUND_S), ConformanceSite(recipe).running() as site:
-        report = await run_suite(Bench(site.target(), site.hooks), checks)
+        report = await run_suite(Bench(site.target(), site.hooks, patience_s=PATIENCE_S), checks)
     return {result.check_id: result for result in report.results}
 
 

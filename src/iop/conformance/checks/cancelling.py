@@ -12,7 +12,6 @@ from iop.conformance.offer import KINDS
 Status = grpc.StatusCode
 CANCELLING = pb.CANCEL_DISPOSITION_CANCELLING
 TOO_LATE = pb.CANCEL_DISPOSITION_TOO_LATE
-ROLLBACK_S = 8.0
 ALREADY_TERMINAL = pb.CANCEL_DISPOSITION_ALREADY_TERMINAL
 
 
@@ -81,7 +80,7 @@ async def a_cancelled_pause_leaves_nothing(bench: Bench) -> None:
             wants="CANCELLING",
         )
         require(answer.operation.cancel_requested, saw="cancel_requested not set", wants="it set")
-        told = await running.stream.rest(timeout_s=ROLLBACK_S)
+        told = await running.stream.rest(timeout_s=bench.patience_s)
         end = told.terminal
     require(
         end.HasField("cancelled"), saw=f"it end {end.WhichOneof('event')} after CANCELLING", wants="cancelled"

@@ -99,7 +99,6 @@ async def a_retry_heals(bench: Bench) -> None:
     async with bench.failing_rank():
         request = offer.pause(bench.key(), deadline_ms=DEADLINE_MS)
         _failed(await bench.call("Pause", request, timeout_s=SETTLE_TIMEOUT_S), offer.ids("Pause"))
-    await bench.until_back(len(offer.participants))
     again = await bench.call("Pause", offer.pause(bench.key()), timeout_s=SETTLE_TIMEOUT_S)
     epoch = again.completed.result.pause.pause_epoch
     ill = [p.participant_id for p in (await bench.profile()).participants if p.quarantined]
@@ -151,7 +150,6 @@ async def a_partial_update_is_undone(bench: Bench) -> None:
             saw=f"{mixed} at the failed version and not quarantined",
             wants="all old, or quarantined",
         )
-    await bench.until_back(len(offer.participants))
     for path in (second, first):
         retry = (await bench.offer()).update(bench.key(), version=bench.key(), path=path)
         done = await bench.call("UpdateWeights", retry, timeout_s=SETTLE_TIMEOUT_S)

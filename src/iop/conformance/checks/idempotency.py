@@ -13,8 +13,6 @@ from iop.conformance.wire import Answer
 
 Status = grpc.StatusCode
 RACERS = 64
-SOON_S = 5.0
-"""For refusals: a server that accepts instead may keep its stream open for long."""
 FAR = 2**40
 
 
@@ -203,7 +201,7 @@ async def replay_while_running(bench: Bench) -> None:
         other = pb.PauseRequest()
         other.CopyFrom(running.request)
         other.options.reason = "another"
-        answer = await bench.call("Pause", other, timeout_s=SOON_S)
+        answer = await bench.call("Pause", other, timeout_s=bench.patience_s)
         answer.refused(Status.ALREADY_EXISTS, where="another payload while the operation runs")
         told = await running.finish()
         require(told.completed, saw="nothing", wants="completion")

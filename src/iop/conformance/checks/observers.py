@@ -18,9 +18,6 @@ RUNNING_STATES = frozenset(
         pb.ADMIN_OPERATION_STATE_RUNNING,
     }
 )
-FAILS_S = 8.0
-"""How long an operation with a short deadline may take to end, with its rollback."""
-
 LEFT_S = 0.3
 """How long a server gets to do the wrong thing after an observer left."""
 
@@ -85,7 +82,9 @@ async def an_expired_operation_fails(bench: Bench) -> None:
     offer.need("Pause", "Resume")
     before = (await bench.profile()).revision
     async with bench.held():
-        answer = await bench.call("Pause", offer.pause(bench.key(), deadline_ms=500), timeout_s=FAILS_S)
+        answer = await bench.call(
+            "Pause", offer.pause(bench.key(), deadline_ms=500), timeout_s=bench.patience_s
+        )
         end = answer.terminal
         require(
             end.HasField("failed"),

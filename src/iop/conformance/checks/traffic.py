@@ -11,6 +11,9 @@ from iop.conformance.model import CheckFailed, CheckNotRun, CheckSkipped, check,
 from iop.conformance.offer import Offer
 
 FEW_TOKENS = 4
+FINISHED_TOKENS = 300
+"""Of requests whose end is waited for: long enough to be met by a pause."""
+
 DONE_S = 30.0
 
 
@@ -78,7 +81,7 @@ async def rejected_requests_are_told(bench: Bench) -> None:
 async def a_drain_lets_requests_finish(bench: Bench) -> None:
     """DRAIN lets running requests finish and counts them."""
     offer, inference, model = await _with_inference(bench, pb.PAUSE_MODE_DRAIN)
-    async with inference.long(model) as running:
+    async with inference.long(model, at_most=FINISHED_TOKENS) as running:
         if running.has_ended:
             raise CheckNotRun("the request ended before the pause")
         answer = await bench.call(
@@ -116,7 +119,7 @@ async def an_abort_ends_requests(bench: Bench) -> None:
 async def a_keep_freezes_requests(bench: Bench) -> None:
     """KEEP freezes running requests; after Resume they go on where they stood."""
     offer, inference, model = await _with_inference(bench, pb.PAUSE_MODE_KEEP)
-    async with inference.long(model) as running:
+    async with inference.long(model, at_most=FINISHED_TOKENS) as running:
         if running.has_ended:
             raise CheckNotRun("the request ended before the pause")
         answer = await bench.call(
