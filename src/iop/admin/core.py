@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from iop.admin import planner
 from iop.admin.capability import cancellable_kinds
 from iop.admin.crew import CrewTiming
-from iop.admin.desired import without_groups
 from iop.admin.enums import AdminErrorCode, AdminOperationKind, CancelDisposition
 from iop.admin.executor import Executor, ExecutorPorts, ExecutorTiming
 from iop.admin.gates import gates_of
@@ -63,7 +62,7 @@ from iop.core.errors import (
     Unavailable,
     Unsupported,
 )
-from iop.core.ids import GroupId, OperationId
+from iop.core.ids import OperationId
 
 __all__ = ["AdminCore", "CoreTiming", "MutationCall"]
 
@@ -239,15 +238,6 @@ class AdminCore:
         self._reconciler.look_again()
         for executor in self._executors.values():
             executor.wake()
-
-    async def retire(self, groups: Collection[GroupId]) -> None:
-        """Forget groups that left the configuration: their quarantines, and their part in pauses and releases (AD-31).
-
-        Raises:
-            Unavailable: the store cannot be written.
-        """
-        await self._journal.amend(lambda snapshot: without_groups(snapshot.desired, frozenset(groups)))
-        await self._regate()
 
     async def _regate(self) -> None:
         """Make outer admission follow the journal; the last caller's view wins."""

@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 from iop.admin.enums import AdmissionPolicy, PauseMode
 from iop.admin.profile import ParticipantInfo
 from iop.admin.steps import ParticipantReadBack, StepCall, StepProgress, StepResult
-from iop.core.ids import ParticipantId
+from iop.core.ids import GroupId, ParticipantId
 
 __all__ = ["AdmissionGate", "ParticipantDriver", "ProgressSink"]
 
@@ -50,6 +50,13 @@ class ParticipantDriver(Protocol):
 
     def participants(self) -> Sequence[ParticipantInfo]:
         """All configured participants, connected or not, in a stable order. Cheap, no waiting."""
+        ...
+
+    def groups(self) -> frozenset[GroupId]:
+        """All configured groups, also those whose participants are not known yet. Cheap, no waiting.
+
+        A quarantined group that is not among them has left the configuration, and its quarantine ends (AD-31).
+        """
         ...
 
     async def execute(self, call: StepCall, report: ProgressSink) -> StepResult:

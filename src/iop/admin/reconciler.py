@@ -13,7 +13,14 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from iop.admin.crew import WAIT_S_MIN, Crew, CrewTiming, read_back_all
-from iop.admin.desired import Desired, QuarantineRecord, WeightRecord, with_item, without_item
+from iop.admin.desired import (
+    Desired,
+    QuarantineRecord,
+    WeightRecord,
+    with_item,
+    without_groups,
+    without_item,
+)
 from iop.admin.enums import AdminErrorCode, ParticipantPhase
 from iop.admin.journal import Journal, Snapshot
 from iop.admin.participant import ParticipantDriver
@@ -132,6 +139,7 @@ class Reconciler:
         """Start on every group that needs it and is not being looked at already."""
         participants = self._driver.participants()
         self._forget_gone(participants)
+        await self._retire_left()
         candidates = self._candidates(participants, everybody=everybody)
         fresh = {group: members for group, members in candidates.items() if group not in self._active}
         # Whoever came back is gated before it is asked anything. Always: somebody may have gone and come back between
@@ -143,6 +151,14 @@ class Reconciler:
         for group, members in fresh.items():
             self._active.add(group)
             tasks.create_task(self._supervise(group, members), name=f"reconcile {group}")
+
+    async def _retire_left(self) -> None:
+        """End the quarantines of groups that left the configuration (AD-31)."""
+        snapshot = await self._journal.snapshot()
+        left = frozenset(snapshot.desired.quarantines) - self._driver.groups()
+        if left:
+            logger.warning("quarantine.retired groups=%s", ",".join(sorted(left)))
+            await self._journal.amend(lambda current: without_groups(current.desired, left))
 
     def _forget_gone(self, participants: Sequence[ParticipantInfo]) -> None:
         groups = by_group(participants)

@@ -219,6 +219,10 @@ class Participants:
             for info in group.infos.values()
         ]
 
+    def groups(self) -> frozenset[GroupId]:
+        """All configured providers that can be operated, connected or not."""
+        return frozenset(group_id(key) for key in self._groups)
+
     async def execute(self, call: StepCall, report: ProgressSink) -> StepResult:
         """Carry one step to one provider; see ``ParticipantDriver.execute``."""
         group = self._group(call.group_id)

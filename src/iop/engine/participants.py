@@ -191,6 +191,10 @@ class RankDriver:
             serving=((ReconfigurableField.CAPACITY, self._engine.info.slots),),
         )
 
+    def groups(self) -> frozenset[GroupId]:
+        """The one group that all ranks are."""
+        return frozenset({GROUP})
+
     async def execute(self, call: StepCall, report: ProgressSink) -> StepResult:  # noqa: ARG002  # steps are short
         """Execute one step on all ranks, or give its remembered answer again (AD-36).
 

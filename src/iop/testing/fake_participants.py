@@ -272,6 +272,10 @@ class FakeFleet:
             for r in self.ranks.values()
         ]
 
+    def groups(self) -> frozenset[GroupId]:
+        """As the driver port says."""
+        return frozenset(r.group_id for r in self.ranks.values())
+
     async def apply_gates(self, gates: Mapping[ParticipantId, AdmissionGate]) -> None:
         """As the driver port says."""
         await asyncio.sleep(0)

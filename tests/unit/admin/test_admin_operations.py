@@ -741,7 +741,8 @@ def test_a_quarantine_ends_when_its_provider_leaves_the_configuration() -> None:
             assert "b" in world.store.desired.quarantines
             for rank in world.fleet.members("b"):
                 del world.fleet.ranks[rank.participant_id]
-            await world.core.retire(["b"])  # type: ignore[list-item]
+            world.core.participants_changed()
+            await world.settle()
             assert world.store.desired.quarantines == {}
             assert world.store.desired.pauses == {}
 
