@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from iop.admin import planner
 from iop.admin.capability import cancellable_kinds
-from iop.admin.crew import CrewTiming
+from iop.admin.crew import CrewTiming, read_back_all
 from iop.admin.enums import AdminErrorCode, AdminOperationKind, CancelDisposition
 from iop.admin.executor import Executor, ExecutorPorts, ExecutorTiming
 from iop.admin.gates import gates_of
@@ -288,6 +288,14 @@ class AdminCore:
 
     async def _execute(self, operation_id: OperationId, *, is_recovery: bool) -> None:
         """The supervisor of one operation: a bug in its execution ends neither the process nor, silently, it."""
+        self._announcer.begin(operation_id)
+        try:
+            await self._execute_bounded(operation_id, is_recovery=is_recovery)
+        finally:
+            self._announcer.end(operation_id)
+        self._reconciler.look_again()
+
+    async def _execute_bounded(self, operation_id: OperationId, *, is_recovery: bool) -> None:
         for attempt in range(EXECUTION_ATTEMPTS):
             record = await self._journal.load(operation_id)
             if record is None or record.moves.state.is_terminal:
@@ -312,8 +320,6 @@ class AdminCore:
                 self._reconciler.touch(groups)
         else:
             await self._give_up(operation_id)
-        self._announcer.announce(operation_id)
-        self._reconciler.look_again()
 
     async def _give_up(self, operation_id: OperationId) -> None:
         """End an operation that we cannot execute, closed: all its groups are quarantined."""
@@ -435,7 +441,9 @@ class AdminCore:
         return plan
 
     async def _judged(self, inp: planner.PlanInput) -> planner.PlanInput:
-        """Ask participants what they would make of a reconfiguration, if nothing else speaks against it (AD-47)."""
+        """Add what only participants can tell: their judgement of a reconfiguration (AD-47), profiles that ended."""
+        if kind_of(inp.request) is AdminOperationKind.START_PROFILE:
+            return dataclasses.replace(inp, ended_profiles=await self._ended_profiles())
         if kind_of(inp.request) is not AdminOperationKind.RECONFIGURE_SERVING:
             return inp
         snapshot = await self._journal.snapshot()
@@ -452,6 +460,23 @@ class AdminCore:
             timeout_s=self._timing.executor.crew.read_back_timeout_s,
         )
         return dataclasses.replace(inp, blockers=blockers)
+
+    async def _ended_profiles(self) -> frozenset[str]:
+        """Profiles that nobody stopped, but that run nowhere: they reached their bound (AD-46)."""
+        snapshot = await self._journal.snapshot()
+        running = [p for p in snapshot.desired.profiles.values() if not p.stopped]
+        ids = sorted({i for p in running for i in p.participant_ids})
+        seen = await read_back_all(
+            self._driver, ids, timeout_s=self._timing.executor.crew.read_back_timeout_s
+        )
+        return frozenset(
+            p.profile_id
+            for p in running
+            if all(
+                s.profiles is not None and p.profile_id not in s.profiles
+                for s in (seen[i] for i in p.participant_ids)
+            )
+        )
 
     async def _accept_shielded(self, call: MutationCall) -> OperationId:
         """Accept in a task of our own: a caller who leaves meanwhile must not leave an accepted operation idle."""

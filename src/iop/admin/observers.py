@@ -18,6 +18,9 @@ __all__ = ["Announcer", "follow"]
 LOOK_AGAIN_S: Final = 5.0
 """How often an observer looks although nobody called: another process may have written."""
 
+SETTLE_WAIT_S: Final = 5.0
+"""Longest that a terminal event is kept back for gates to follow it; a driver that hangs must not hide the end."""
+
 BATCH: Final = 256
 """Events per read; bounds what one observer holds."""
 
@@ -28,6 +31,20 @@ class Announcer:
     def __init__(self) -> None:
         self._events: dict[OperationId, asyncio.Event] = {}
         self._watchers: dict[OperationId, int] = {}
+        self._executing: set[OperationId] = set()
+
+    def begin(self, operation_id: OperationId) -> None:
+        """This process executes the operation: its terminal event waits until gates stand as it says."""
+        self._executing.add(operation_id)
+
+    def end(self, operation_id: OperationId) -> None:
+        """Nothing of the operation is left to do here."""
+        self._executing.discard(operation_id)
+        self.announce(operation_id)
+
+    def is_executing(self, operation_id: OperationId) -> bool:
+        """Whether this process still has to make gates follow the journal."""
+        return operation_id in self._executing
 
     def announce(self, operation_id: OperationId) -> None:
         """Something was journalled for this operation."""
@@ -54,6 +71,7 @@ async def follow(
 ) -> AsyncIterator[AdminOperationEvent]:
     """Events after a sequence, then live ones, to the terminal one. Closing it only detaches.
 
+    The terminal event comes after the gates that it opens, so that a request sent on its word is let in (AD-39).
     Yields nothing more when the terminal event was seen before.
     """
     last = after_sequence
@@ -63,6 +81,8 @@ async def follow(
             events = await journal.events(operation_id, after_sequence=last, limit=BATCH)
             for event in events:
                 last = event.sequence
+                if event.is_terminal:
+                    await _settled(announcer, operation_id)
                 yield event
                 if event.is_terminal:
                     return
@@ -78,3 +98,18 @@ async def follow(
                 pass
         finally:
             announcer.unwatch(operation_id)
+
+
+async def _settled(announcer: Announcer, operation_id: OperationId) -> None:
+    """Wait, within a bound, until this process has done what the terminal event says."""
+    try:
+        async with asyncio.timeout(SETTLE_WAIT_S):
+            while announcer.is_executing(operation_id):
+                signal = announcer.watch(operation_id)
+                try:
+                    if announcer.is_executing(operation_id):
+                        await signal.wait()
+                finally:
+                    announcer.unwatch(operation_id)
+    except TimeoutError:
+        pass

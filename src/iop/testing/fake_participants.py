@@ -210,6 +210,7 @@ class FakeFleet:
         self.calls: list[StepCall] = []
         self.on_call: Callable[[StepCall], None] = lambda _call: None
         self.release_hangs = asyncio.Event()
+        self.gate_delay_s = 0.0
         self._remembered: dict[tuple[str, int, GroupId], StepResult] = {}
         self._last: dict[ParticipantId, tuple[int, int]] = {}
         for group, count in shape.items():
@@ -277,8 +278,9 @@ class FakeFleet:
         return frozenset(r.group_id for r in self.ranks.values())
 
     async def apply_gates(self, gates: Mapping[ParticipantId, AdmissionGate]) -> None:
-        """As the driver port says."""
-        await asyncio.sleep(0)
+        """As the driver port says; a change takes `gate_delay_s`."""
+        changes = any(self.gates.get(p) != gate for p, gate in gates.items())
+        await asyncio.sleep(self.gate_delay_s if changes else 0)
         self.gates.update(gates)
 
     async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
