@@ -21,7 +21,7 @@ SIM := $(PYTEST) -p no:randomly -p no:cacheprovider --timeout 3600
 RUNTIME := $(VENV)/.iop-runtime
 DEV := $(VENV)/.iop-dev
 
-.PHONY: help setup run test test-slow lint types fmt clauses check bench proto proto-check docs sim sim-planted lock clean
+.PHONY: help setup run test test-slow lint types fmt clauses conformance check bench proto proto-check docs sim sim-planted lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(lastword $(MAKEFILE_LIST)) | sort | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,9 @@ clauses: $(DEV)  ## a line per clause of the contract: tested (in the last run) 
 
 check:  ## what CI runs
 	@bash .ci/run
+
+conformance: $(DEV)  ## our servers, with every hook, and the wrong servers under the conformance suite (minutes)
+	$(PYTEST) tests/unit/conformance tests/integration/conformance tests/e2e/test_e2e_conformance.py --timeout 1200 $(ARGS)
 
 bench: $(DEV)  ## direct call against through-the-fleet, one table (ARGS="--json")
 	@$(BIN)/python bench/run.py $(ARGS)
