@@ -214,7 +214,12 @@ def _supersedes(
 
 
 def conflict_refusals(
-    request: MutationRequest, principal: Principal, intent: Intent, snapshot: Snapshot
+    request: MutationRequest,
+    principal: Principal,
+    intent: Intent,
+    snapshot: Snapshot,
+    *,
+    ended_profiles: frozenset[str],
 ) -> Iterator[IopError]:
     """Overlap with what runs already (AD-18)."""
     for record in _overlapping(intent, snapshot):
@@ -228,7 +233,8 @@ def conflict_refusals(
         return
     ids = {p.participant_id for p in intent.selection.chosen}
     for profile in snapshot.desired.profiles.values():
-        if not profile.stopped and not ids.isdisjoint(profile.participant_ids):
+        is_running = not profile.stopped and profile.profile_id not in ended_profiles
+        if is_running and not ids.isdisjoint(profile.participant_ids):
             yield PreconditionFailed(
                 f"profile {profile.profile_id} is running on some of the participants",
                 reason="PROFILE_ACTIVE",

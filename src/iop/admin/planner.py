@@ -51,6 +51,7 @@ class PlanInput:
 
     Attributes:
         participants: as the driver knows them now.
+        ended_profiles: profiles that reached their bound: read back as running nowhere, not stopped yet.
         blockers: refusals found by asking participants before (AD-47's judgements, for instance).
     """
 
@@ -62,6 +63,7 @@ class PlanInput:
     limits: AdminLimits
     now_unix_nanos: int
     blockers: tuple[IopError, ...] = ()
+    ended_profiles: frozenset[str] = frozenset()
 
 
 def refusals(inp: PlanInput, snapshot: Snapshot) -> Iterator[IopError]:
@@ -85,7 +87,9 @@ def refusals(inp: PlanInput, snapshot: Snapshot) -> Iterator[IopError]:
     yield from epoch_refusals(inp.request, intent, snapshot.desired)
     yield from state_refusals(inp.request, inp.principal, intent, snapshot.desired)
     yield from inp.blockers
-    yield from conflict_refusals(inp.request, inp.principal, intent, snapshot)
+    yield from conflict_refusals(
+        inp.request, inp.principal, intent, snapshot, ended_profiles=inp.ended_profiles
+    )
     if len(snapshot.running) >= inp.limits.max_concurrent_operations:
         yield Overloaded(
             f"at most {inp.limits.max_concurrent_operations} operations at once",

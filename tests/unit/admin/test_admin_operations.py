@@ -765,3 +765,20 @@ def test_one_engine_that_hangs_in_reconciliation_delays_no_other() -> None:
             assert world.fleet.gates["b/0"].held_by == ("epoch 1",)  # type: ignore[index]
 
     run_world(scenario)
+
+
+@pytest.mark.clause("AD-46")
+def test_a_profile_that_reached_its_bound_blocks_no_other_and_keeps_its_artifacts() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            bounded = dataclasses.replace(start_profile(), max_steps=10)
+            first = await done(world, bounded)
+            assert isinstance(first, StartProfileResult)
+            for rank in world.fleet.ranks.values():
+                rank.profiles.clear()
+            assert isinstance(await done(world, start_profile("next")), StartProfileResult)
+            stopped = await done(world, stop_profile(first.profile_id))
+            assert isinstance(stopped, StopProfileResult)
+            assert len(stopped.artifacts) == 4
+
+    run_world(scenario)
