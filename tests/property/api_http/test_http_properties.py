@@ -201,6 +201,7 @@ def watch_stream(parts: list[bytes]) -> tuple[bytes, SseEnding]:
     is_crlf=st.booleans(),
     cuts=st.lists(st.integers(min_value=0, max_value=2000), max_size=40),
 )
+@example(events=[b"\n"], tail=b"", is_crlf=True, cuts=[1])
 def test_any_split_of_a_stream_gives_the_same_bytes_and_the_same_ending(
     events: list[bytes], tail: bytes, is_crlf: bool, cuts: list[int]
 ) -> None:

@@ -115,9 +115,10 @@ class SseWatcher:
             return b""
         if self._held:
             # The blank line may straddle the border; what was held is joined only once an end has come.
-            # What is held begins with a colon only while a comment line lacks its end.
-            is_comment = self._held[0][:1] == b":"
-            if _BLANK_LINE.search(self._overlap + data) is None and not (is_comment and b"\n" in data):
+            # What is held begins with a colon only while a comment line lacks its end, with a CR only while
+            # its LF is missing.
+            is_line = self._held[0][:1] in (b":", b"\r")
+            if _BLANK_LINE.search(self._overlap + data) is None and not (is_line and b"\n" in data):
                 self._hold(data)
                 return b""
             self._held.append(data)
