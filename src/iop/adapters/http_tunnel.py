@@ -111,9 +111,13 @@ class HttpTunnel:
         self._exchange = None
         self._on_done()
 
-    def _on_cancel(self, reason: CancelReason) -> None:  # noqa: ARG002 - every reason ends it the same way
+    def cancel(self) -> None:
+        """Close the engine's connection; the stream ends as cancelled. Idempotent."""
         if self._exchange is not None:
             self._exchange.cancel()
+
+    def _on_cancel(self, reason: CancelReason) -> None:  # noqa: ARG002 - every reason ends it the same way
+        self.cancel()
 
 
 def stream_error_of(error: UpstreamError) -> StreamError:

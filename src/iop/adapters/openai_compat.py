@@ -116,6 +116,17 @@ class OpenAICompatAdapter:
         self._health = Health.UNKNOWN
         self._reason = "not probed yet"
         self._models: tuple[str, ...] = ()
+        self._open: set[HttpTunnel] = set()
+
+    @property
+    def in_flight(self) -> int:
+        """Tunnels of which something is left at the engine."""
+        return len(self._open)
+
+    def cancel_all(self) -> None:
+        """Close the engine connections of all tunnels; each stream ends as cancelled."""
+        for tunnel in tuple(self._open):
+            tunnel.cancel()
 
     @property
     def capabilities(self) -> AdapterCapabilities:
@@ -203,7 +214,13 @@ class OpenAICompatAdapter:
             on_done()
             return
         headers += self._credentials
-        tunnel = HttpTunnel(stream, on_done=on_done, on_outcome=self._on_outcome)
+
+        def closed() -> None:
+            self._open.discard(tunnel)
+            on_done()
+
+        tunnel = HttpTunnel(stream, on_done=closed, on_outcome=self._on_outcome)
+        self._open.add(tunnel)
         try:
             tunnel.open(
                 self._upstream.request,
@@ -217,7 +234,7 @@ class OpenAICompatAdapter:
             )
         except Unavailable as exc:
             refuse_tunnel(stream, StreamErrorCode.CONNECT_FAILED, exc.message, retryable=True)
-            on_done()
+            closed()
 
     async def run(self, stream: RunStream) -> None:
         """Not offered: a tunnel serves these engines better."""

@@ -8,12 +8,15 @@ from typing import Final
 
 from iop.adapters.base import Adapter, AdapterServices
 from iop.adapters.cli import CliAdapter
+from iop.adapters.llamacpp.control import LlamaCppControl
+from iop.adapters.native_adapter import NativeHttpAdapter
+from iop.adapters.native_control import NativeControl
 from iop.adapters.ollama import OllamaAdapter
 from iop.adapters.openai_compat import OpenAICompatAdapter
 from iop.adapters.openengine.adapter import OpenEngineAdapter
 from iop.adapters.openengine.control import OpenEngineControl
 from iop.core.errors import Unsupported
-from iop.wire.messages import AdapterConfig, OpenEngineSettings
+from iop.wire.messages import AdapterConfig, OpenAICompatSettings, OpenEngineSettings
 
 AdapterFactory = Callable[[AdapterConfig, AdapterServices], Adapter]
 """Makes one adapter; raises InvalidRequest when the config cannot work."""
@@ -33,6 +36,23 @@ def _openai_compat(config: AdapterConfig, services: AdapterServices) -> Adapter:
     return OpenAICompatAdapter(config, services, control=_control(config, services))
 
 
+def _native(kind: type[NativeControl]) -> AdapterFactory:
+    """An HTTP engine with its own control routes, or with its OpenEngineAdmin where the config names one."""
+
+    def make(config: AdapterConfig, services: AdapterServices) -> Adapter:
+        if _control(config, services) is not None or not isinstance(config.settings, OpenAICompatSettings):
+            return _openai_compat(config, services)
+        return NativeHttpAdapter(
+            config, services, kind(config.settings, services, targets=tuple(config.targets))
+        )
+
+    return make
+
+
+NATIVE_CONTROLS: Final[Mapping[str, type[NativeControl]]] = MappingProxyType({"llamacpp": LlamaCppControl})
+"""Kinds that take admin steps over their own routes."""
+
+
 def _openengine(config: AdapterConfig, services: AdapterServices) -> Adapter:
     return OpenEngineAdapter(config, services, control=_control(config, services))
 
@@ -43,14 +63,12 @@ ADAPTERS: Final[Mapping[str, AdapterFactory]] = MappingProxyType(
         "openengine": _openengine,
         "ollama": OllamaAdapter,
         "cli": CliAdapter,
-        "vllm": _openai_compat,
         "sglang": _openai_compat,
         "trtllm": _openai_compat,
-        "llamacpp": _openai_compat,
+        **{kind: _native(control) for kind, control in NATIVE_CONTROLS.items()},
     }
 )
-"""By type. The named HTTP engines are tunnelled to; their native control interfaces are not offered yet, and
-their capabilities say so."""
+"""By type."""
 
 
 def adapter_types() -> tuple[str, ...]:

@@ -173,6 +173,10 @@ def _fingerprint(payloads: list[AdapterConfig], runtime: NodeRuntime) -> str:
     return digest.hexdigest()
 
 
+CONTROLLED_TYPES: Final = frozenset({"llamacpp", "vllm"})
+"""Kinds that take admin steps over the engine's own routes, whatever the config says of an admin listener."""
+
+
 def _spec(adapter: Adapter, payload: AdapterConfig) -> AdapterSpec:
     is_run = adapter.type in _RUN_TYPES
     profile = (
@@ -191,7 +195,7 @@ def _spec(adapter: Adapter, payload: AdapterConfig) -> AdapterSpec:
         enabled=adapter.enabled,
         operations=None if is_run else operations,
         profile_operations=named,
-        is_administered=adapter.admin is not None,
+        is_administered=adapter.admin is not None or adapter.type in CONTROLLED_TYPES,
         workspace=str(adapter.cli.workspace) if adapter.cli is not None and adapter.cli.workspace else "",
     )
 

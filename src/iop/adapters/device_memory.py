@@ -1,0 +1,41 @@
+"""How much accelerator memory is in use on this machine, by its driver's own tool."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from typing import Final
+
+TOOL: Final = "nvidia-smi"
+TIMEOUT_S: Final = 5.0
+
+
+async def device_bytes_used() -> int | None:
+    """In use over all devices; `None` where nobody can tell. Frees show late: ask until it is steady."""
+    program = shutil.which(TOOL)
+    if program is None:
+        return None
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program,
+            "--query-gpu=memory.used",
+            "--format=csv,noheader,nounits",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+    except OSError:
+        return None
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            told, _ = await process.communicate()
+    except TimeoutError:
+        return None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    lines = [line.strip() for line in told.decode("ascii", "replace").splitlines() if line.strip()]
+    if process.returncode or not lines or not all(line.isdigit() for line in lines):
+        return None
+    return sum(map(int, lines)) * 1024 * 1024

@@ -1,0 +1,1 @@
+"""llama.cpp's `llama-server`, with one model or as a router of several."""

@@ -1,0 +1,320 @@
+"""Control of llama.cpp's server: slots, and in router mode its models (AD-40 to AD-44).
+
+It has no pause of its own: the gate of the Node is the pause, and the slots tell whether work is left. It
+never tells a slot that is not there from one that is (`/slots/99` acts on a slot that exists), so only ids
+that `/slots` named are used. Loading and unloading answer before their effect: it is looked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import ClassVar, Final
+
+import msgspec
+
+from iop.adapters.base import AdapterServices
+from iop.adapters.engine_http import EngineAnswer
+from iop.adapters.native_control import (
+    ENGINE,
+    GATE_MODES,
+    GATE_OPERATIONS,
+    NativeControl,
+    Observed,
+    Offer,
+    StepFailed,
+    failed,
+    not_verified,
+    succeeded,
+)
+from iop.admin.enums import (
+    AdminErrorCode,
+    AdminOperationKind,
+    BusyPolicy,
+    CacheKind,
+    CacheOutcome,
+    ResourceKind,
+    WeightRetention,
+)
+from iop.admin.profile import Capabilities
+from iop.admin.results import CacheResult
+from iop.admin.steps import FlushStep, ParticipantReadBack, ReleaseStep, RestoreStep, StepCall, StepResult
+from iop.core.errors import PreconditionFailed, RemoteProtocolError, Unavailable
+from iop.wire.messages import OpenAICompatSettings
+
+SLOTS_MAX: Final = 4096
+"""More slots than any server has; a longer list is refused."""
+
+UNLOAD_TIMEOUT_S: Final = 30.0
+"""The server kills a model's process that did not leave after 10 s."""
+
+NEEDS_SLOT_SAVE: Final = "start llama-server with --slot-save-path DIR (and without --no-slots)"
+NEEDS_ROUTER: Final = "start llama-server without a model (router mode, --models-dir DIR)"
+
+
+class _Props(msgspec.Struct):
+    role: str = ""
+    build_info: str = ""
+    model_alias: str = ""
+    is_sleeping: bool = False
+
+
+class _Slot(msgspec.Struct):
+    id: int
+    is_processing: bool = False
+
+
+class _Erased(msgspec.Struct):
+    id_slot: int
+    n_erased: int
+
+
+class _Status(msgspec.Struct):
+    value: str = ""
+    failed: bool = False
+
+
+class _Model(msgspec.Struct):
+    id: str
+    status: _Status | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class LlamaCppControl(NativeControl):
+    """See the module."""
+
+    NAME: ClassVar[str] = "llama.cpp"
+    OFFERS: ClassVar[tuple[Offer, ...]] = (
+        *NativeControl.OFFERS,
+        Offer(
+            operation=AdminOperationKind.FLUSH_CACHES,
+            detail="prefix (slots erased); busy: fail, wait",
+            needs="`--slot-save-path`",
+        ),
+        Offer(
+            operation=AdminOperationKind.RELEASE_RESOURCES,
+            detail="weights, discarded (model unloaded, its KV with it)",
+            needs="router mode",
+        ),
+        Offer(
+            operation=AdminOperationKind.RESTORE_RESOURCES,
+            detail="weights (model loaded from its file)",
+            needs="router mode",
+        ),
+    )
+
+    def __init__(
+        self, settings: OpenAICompatSettings, services: AdapterServices, *, targets: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(settings, services, targets=targets)
+        self._is_router = False
+        self._statuses: dict[str, str] = {}
+
+    # ---- looking ----
+
+    async def _observe(self) -> Observed:
+        answer = await self._http.get("/props")
+        if answer.status == 503:
+            raise Unavailable("the engine is loading its model", reason="ENGINE_LOADING")
+        if not answer.is_ok:
+            raise RemoteProtocolError("the engine has no /props: is it llama.cpp?", reason="NOT_LLAMACPP")
+        props = answer.read(_Props)
+        self._is_router = props.role == "router"
+        if self._is_router:
+            return await self._observe_router(props)
+        if props.is_sleeping:
+            # Asking for slots or metrics would load the model again.
+            return self._seen or Observed(engine_version=props.build_info)
+        slots = await self._slots("")
+        missing: dict[AdminOperationKind, str] = {}
+        instance = (await self._http.get("/metrics")).headers.get("process-start-time-unix", "")
+        can_erase = slots is not None and await self._can_erase("", slots)
+        if not can_erase:
+            missing[AdminOperationKind.FLUSH_CACHES] = NEEDS_SLOT_SAVE
+        missing[AdminOperationKind.RELEASE_RESOURCES] = NEEDS_ROUTER
+        missing[AdminOperationKind.RESTORE_RESOURCES] = NEEDS_ROUTER
+        return Observed(
+            instance=instance,
+            engine_version=props.build_info,
+            capabilities=_capabilities(can_erase=can_erase, is_router=False),
+            models=(props.model_alias,) if props.model_alias else (),
+            in_flight=_busy(slots),
+            missing=missing,
+        )
+
+    async def _observe_router(self, props: _Props) -> Observed:
+        listing = (await self._http.get("/v1/models")).read(_Models)
+        self._statuses = {
+            model.id: model.status.value for model in listing.data[:SLOTS_MAX] if model.status is not None
+        }
+        mine = self._mine()
+        busy = 0
+        missing: dict[AdminOperationKind, str] = {}
+        can_erase = False
+        for model in mine:
+            if self._statuses.get(model) == "loaded":
+                slots = await self._slots(model)
+                busy += _busy(slots) or 0
+                can_erase = slots is not None and await self._can_erase(model, slots)
+        if mine and not can_erase:
+            missing[AdminOperationKind.FLUSH_CACHES] = NEEDS_SLOT_SAVE + "; and a model must be loaded"
+        return Observed(
+            engine_version=props.build_info,
+            capabilities=_capabilities(can_erase=can_erase, is_router=True),
+            models=mine,
+            in_flight=busy,
+            missing=missing,
+        )
+
+    def _mine(self) -> tuple[str, ...]:
+        """The models that this adapter serves; all of the router when its config names none."""
+        if self._targets:
+            return tuple(model for model in self._targets if model in self._statuses)
+        return tuple(self._statuses)
+
+    async def _slots(self, model: str) -> list[_Slot] | None:
+        """As the engine tells them; `None` when it was told not to."""
+        answer = await self._http.get("/slots", {"model": model} if model else {})
+        if answer.status == 501:
+            return None
+        if not answer.is_ok:
+            raise Unavailable(f"the engine does not tell its slots: {answer.words}", reason="NO_SLOTS")
+        slots = answer.read(list[_Slot])
+        if len(slots) > SLOTS_MAX:
+            raise RemoteProtocolError("the engine tells too many slots", reason="TOO_MANY_SLOTS")
+        return slots
+
+    async def _can_erase(self, model: str, slots: list[_Slot]) -> bool:
+        """Ask for an action that does not exist: 501 is told before the action is looked at."""
+        if not slots:
+            return False
+        answer = await self._slot_action(model, slots[0].id, "none")
+        return answer.status == 400
+
+    async def _slot_action(
+        self, model: str, slot_id: int, action: str, *, timeout_s: float = 5.0
+    ) -> EngineAnswer:
+        body = {"model": model} if model else {}
+        return await self._http.post(f"/slots/{slot_id}", body, query={"action": action}, timeout_s=timeout_s)
+
+    async def _read(self) -> ParticipantReadBack:
+        released: frozenset[ResourceKind] = frozenset()
+        if self._is_router:
+            mine = self._mine()
+            is_out = bool(mine) and all(self._statuses.get(model) in {"unloaded", "failed"} for model in mine)
+            # An idle router loads with the first request; only what we let go is released.
+            if is_out and self._is_gated:
+                released = frozenset({ResourceKind.WEIGHTS})
+        return self._told(paused=self._is_gated, released=released)
+
+    # ---- steps ----
+
+    async def _flush(self, call: StepCall, step: FlushStep) -> StepResult:
+        if set(step.kinds) != {CacheKind.PREFIX}:
+            raise self._not_offered(AdminOperationKind.FLUSH_CACHES)
+        if step.busy_policy is BusyPolicy.PREEMPT:
+            raise PreconditionFailed("llama.cpp cannot preempt requests", reason="BUSY_POLICY")
+        if step.busy_policy is BusyPolicy.WAIT:
+            try:
+                async with asyncio.timeout(call.timeout_s):
+                    await self._until(self._is_idle)
+            except TimeoutError:
+                pass
+        models = [model for model in self._mine() if self._statuses.get(model) == "loaded"]
+        erased = 0
+        for model in models if self._is_router else [""]:
+            known = await self._slots(model) or []
+            if any(slot.is_processing for slot in known):
+                return failed(
+                    StepFailed(
+                        "a slot is at work", code=AdminErrorCode.REFUSED_BUSY, changed=False, retryable=True
+                    ),
+                    caches=(_cache(CacheOutcome.REFUSED, "a slot is at work"),),
+                )
+            for slot in known:
+                erased += await self._erase(model, slot.id)
+        return succeeded(caches=(_cache(CacheOutcome.CLEARED, f"{erased} tokens erased from the slots"),))
+
+    async def _erase(self, model: str, slot_id: int) -> int:
+        """Erase one slot and once more: the second finds nothing left."""
+        first = await self._slot_action(model, slot_id, "erase")
+        if not first.is_ok:
+            raise StepFailed(f"a slot could not be erased: {first.words}")
+        told = first.read(_Erased)
+        again = await self._slot_action(model, slot_id, "erase")
+        if told.id_slot != slot_id or not again.is_ok or again.read(_Erased).n_erased:
+            raise not_verified("a slot still holds tokens after it was erased")
+        return told.n_erased
+
+    async def _release(self, call: StepCall, step: ReleaseStep) -> StepResult:
+        if set(step.kinds) != {ResourceKind.WEIGHTS} or step.weight_retention is not WeightRetention.DISCARD:
+            raise PreconditionFailed(
+                "llama.cpp releases weights by unloading the model: kinds=weights, retention=discard",
+                reason="RESOURCE_KIND",
+            )
+        if not self._is_gated:
+            # Any request would load the model again.
+            raise PreconditionFailed("only a paused engine releases memory", reason="NOT_PAUSED")
+        for model in self._mine():
+            if self._statuses.get(model) in {"unloaded", "failed"}:
+                continue
+            answer = await self._http.post("/models/unload", {"model": model})
+            if not answer.is_ok and "not running" not in answer.words:
+                raise StepFailed(f"the model could not be unloaded: {answer.words}")
+        await self._wait_for({"unloaded", "failed"}, min(call.timeout_s, UNLOAD_TIMEOUT_S))
+        return succeeded()
+
+    async def _restore(self, call: StepCall, step: RestoreStep) -> StepResult:
+        if ResourceKind.WEIGHTS not in step.kinds:
+            return succeeded(changed=False)
+        for model in self._mine():
+            if self._statuses.get(model) == "loaded":
+                continue
+            answer = await self._http.post("/models/load", {"model": model})
+            if not answer.is_ok and "already running" not in answer.words:
+                raise StepFailed(f"the model could not be loaded: {answer.words}")
+        await self._wait_for({"loaded"}, call.timeout_s)
+        return succeeded()
+
+    async def _wait_for(self, wanted: Iterable[str], timeout_s: float) -> None:
+        goal = set(wanted)
+
+        async def is_there() -> bool:
+            await self._look()
+            told = [self._statuses.get(model) for model in self._mine()]
+            if "failed" in told and "failed" not in goal:
+                raise StepFailed("the engine says that a model failed to load")
+            return all(status in goal for status in told)
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until(is_there)
+        except TimeoutError:
+            raise not_verified(f"the engine does not say {' or '.join(sorted(goal))}") from None
+
+
+def _capabilities(*, can_erase: bool, is_router: bool) -> Capabilities:
+    operations = set(GATE_OPERATIONS)
+    if can_erase:
+        operations.add(AdminOperationKind.FLUSH_CACHES)
+    if is_router:
+        operations |= {AdminOperationKind.RELEASE_RESOURCES, AdminOperationKind.RESTORE_RESOURCES}
+    return Capabilities(
+        operations=frozenset(operations),
+        pause_modes=GATE_MODES,
+        cache_kinds=frozenset({CacheKind.PREFIX}) if can_erase else frozenset(),
+        busy_policies=frozenset({BusyPolicy.FAIL, BusyPolicy.WAIT}) if can_erase else frozenset(),
+        resource_kinds=frozenset({ResourceKind.WEIGHTS}) if is_router else frozenset(),
+        weight_retentions=frozenset({WeightRetention.DISCARD}) if is_router else frozenset(),
+    )
+
+
+def _busy(slots: list[_Slot] | None) -> int | None:
+    return None if slots is None else sum(slot.is_processing for slot in slots)
+
+
+def _cache(result: CacheOutcome, detail: str) -> CacheResult:
+    return CacheResult(participant_id=ENGINE, kind=CacheKind.PREFIX, outcome=result, detail=detail)

@@ -1,0 +1,1 @@
+"""vLLM's HTTP server and its development-mode control routes."""

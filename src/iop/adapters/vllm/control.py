@@ -1,0 +1,541 @@
+"""Control of vLLM over its development-mode routes, each step read back (AD-37, AD-40 to AD-46).
+
+What is offered is what `/openapi.json` lists and how the process was started; neither is assumed. Things that
+its routes do not say by their status, and that this module therefore looks for:
+
+* Options of `/pause` and `/sleep` are query parameters; a body is ignored. `clear_cache` is always given.
+* A pause is in force before it is complete, so both the answer and `/is_paused` are needed; a `wait` pause
+  blocks without a limit, so the engine is drained first.
+* `/reset_prefix_cache` says 200 also when it refused. A sleep says 200 also where it can free nothing.
+* Waking everything also ends a pause; so the pause is made again at once, behind the Node's closed gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar, Final
+
+from iop.adapters.base import AdapterServices, TunnelStream
+from iop.adapters.device_memory import device_bytes_used
+from iop.adapters.native_control import (
+    ENGINE,
+    GATE_MODES,
+    GATE_OPERATIONS,
+    NativeControl,
+    Observed,
+    Offer,
+    StepFailed,
+    failed,
+    not_verified,
+    succeeded,
+)
+from iop.adapters.vllm.answers import (
+    IsPaused,
+    IsSleeping,
+    Launch,
+    Load,
+    Models,
+    OpenApi,
+    ServerInfo,
+    Success,
+    Version,
+    WeightInfo,
+)
+from iop.adapters.vllm.profiles import Profiles
+from iop.adapters.vllm.weights import WeightSwap
+from iop.admin.enums import (
+    AdminErrorCode,
+    AdminOperationKind,
+    BusyPolicy,
+    CacheKind,
+    CacheOutcome,
+    CachePolicy,
+    DrainTimeoutAction,
+    PauseMode,
+    ProfilerKind,
+    ResourceKind,
+    WeightFormat,
+    WeightRetention,
+    WeightSourceKind,
+)
+from iop.admin.profile import Capabilities
+from iop.admin.requests import DiskSource
+from iop.admin.results import CacheResult, ResourceAmount
+from iop.admin.steps import (
+    ApplyWeightsStep,
+    CommitWeightsStep,
+    FlushStep,
+    ParticipantReadBack,
+    PauseStep,
+    PrepareWeightsStep,
+    ReleaseStep,
+    RestoreStep,
+    StartProfileStep,
+    StepCall,
+    StepResult,
+    UndoWeightsStep,
+    VerifyWeightsStep,
+    WorkCounts,
+)
+from iop.core.errors import DeadlineExceeded, PreconditionFailed, Unavailable
+from iop.wire.messages import OpenAICompatSettings
+
+_log = logging.getLogger(__name__)
+
+Op = AdminOperationKind
+
+PAUSE_TIMEOUT_S: Final = 60.0
+"""An abort or freeze takes one scheduler step and the caches' clearing."""
+
+INFO_TIMEOUT_S: Final = 30.0
+"""The dump of its configuration reads the machine as well and takes seconds."""
+
+FREED_TIMEOUT_S: Final = 5.0
+"""How long freed memory may take to show at the device."""
+
+NEEDS_DEV: Final = "start vLLM with VLLM_SERVER_DEV_MODE=1"
+NEEDS_DOCS: Final = "start vLLM without --disable-fastapi-docs, so that its routes can be seen"
+NEEDS_SLEEP: Final = "start vLLM with --enable-sleep-mode (GPU only)"
+NEEDS_PROFILER: Final = "start vLLM with --profiler-config naming a profiler and a directory"
+
+_TAGS: Final = {ResourceKind.WEIGHTS: "weights", ResourceKind.KV_CACHE: "kv_cache"}
+_MODES: Final = {PauseMode.DRAIN: "wait", PauseMode.ABORT: "abort", PauseMode.KEEP: "keep"}
+_RESETS: Final = {CacheKind.MULTIMODAL: "/reset_mm_cache", CacheKind.ENCODER: "/reset_encoder_cache"}
+
+
+class VllmControl(NativeControl):
+    """See the module.
+
+    Args:
+        device_memory: bytes in use on this machine's accelerators, `None` where nobody can tell.
+    """
+
+    NAME: ClassVar[str] = "vLLM"
+    OFFERS: ClassVar[tuple[Offer, ...]] = (
+        Offer(
+            operation=Op.PAUSE,
+            detail="drain, abort at the Node's gate; keep, and all in the engine",
+            needs="development mode",
+        ),
+        Offer(operation=Op.RESUME, detail="frozen requests go on", needs=""),
+        Offer(
+            operation=Op.FLUSH_CACHES,
+            detail="prefix, multimodal, encoder; busy: fail, wait, preempt",
+            needs="development mode",
+        ),
+        Offer(
+            operation=Op.RELEASE_RESOURCES,
+            detail="weights (offloaded or discarded), KV cache",
+            needs="development mode, `--enable-sleep-mode`",
+        ),
+        Offer(
+            operation=Op.RESTORE_RESOURCES,
+            detail="all or some; discarded weights from disk",
+            needs="development mode, `--enable-sleep-mode`",
+        ),
+        Offer(
+            operation=Op.UPDATE_WEIGHTS,
+            detail="disk (safetensors), verified by checksum or a probe",
+            needs="development mode; the same files on Node and engine",
+        ),
+        Offer(operation=Op.START_PROFILE, detail="CPU, GPU, memory", needs="`--profiler-config`"),
+        Offer(
+            operation=Op.STOP_PROFILE,
+            detail="artifacts fetched through the Node",
+            needs="`--profiler-config`",
+        ),
+    )
+
+    def __init__(
+        self,
+        settings: OpenAICompatSettings,
+        services: AdapterServices,
+        *,
+        targets: tuple[str, ...] = (),
+        device_memory: Callable[[], Awaitable[int | None]] = device_bytes_used,
+    ) -> None:
+        super().__init__(settings, services, targets=targets)
+        self._device_memory = device_memory
+        self._swap = WeightSwap(self._http)
+        self._profiles = Profiles(self._http)
+        self._paths: frozenset[str] = frozenset()
+        self._launch = Launch()
+        self._version = ""
+        self._models: tuple[str, ...] = ()
+        self._instance: str | None = None
+        self._is_paused = False
+        self._sleep = ""
+        self._label = ""
+        self._mode: PauseMode | None = None
+        self._frozen = 0
+        self._released: frozenset[ResourceKind] | None = None
+
+    # ---- looking ----
+
+    async def _observe(self) -> Observed:
+        health = await self._http.get("/health")
+        if not health.is_ok:
+            raise Unavailable(f"the engine is not well: {health.words}", reason="ENGINE_UNHEALTHY")
+        load = Load.read((await self._http.get("/metrics")).body)
+        if load.start_time != self._instance:
+            await self._get_to_know()
+            self._instance = load.start_time
+        if "/is_paused" in self._paths:
+            self._is_paused = (await self._http.get("/is_paused")).read(IsPaused).is_paused
+            if self._is_paused:
+                self._is_gated = True
+        self._sleep = load.sleep
+        if not self._sleep and "/is_sleeping" in self._paths:
+            is_asleep = (await self._http.get("/is_sleeping")).read(IsSleeping).is_sleeping
+            self._sleep = "weights_offloaded" if is_asleep and self._released else "awake"
+        if "/weight_info" in self._paths:
+            self._label = (await self._http.get("/weight_info")).read(WeightInfo).weight_version
+        capabilities, missing = self._offered()
+        return Observed(
+            instance=load.start_time,
+            engine_version=self._version,
+            capabilities=capabilities,
+            models=self._models,
+            in_flight=load.running,
+            queued=load.waiting,
+            missing=missing,
+            startup_source=self._startup_source(),
+        )
+
+    async def _get_to_know(self) -> None:
+        """Once per process of the engine: what it can, and how it was started."""
+        self._mode, self._frozen, self._released = None, 0, None
+        self._is_gated = self._is_paused = False
+        api = await self._http.get("/openapi.json")
+        self._paths = frozenset(api.read(OpenApi).paths) if api.is_ok else frozenset()
+        version = await self._http.get("/version")
+        self._version = version.read(Version).version if version.is_ok else ""
+        models = (await self._http.get("/v1/models")).read(Models).data
+        own = [model for model in models if model.parent is None]
+        self._models = tuple(model.id for model in own)
+        root = own[0].root or "" if own else ""
+        self._swap.begin(model=self._models[0] if own else "", path=root if _is_here(root) else "")
+        self._launch = Launch()
+        if "/server_info" in self._paths:
+            info = await self._http.get("/server_info", {"config_format": "json"}, timeout_s=INFO_TIMEOUT_S)
+            if info.is_ok:
+                self._launch = Launch.read(info.read(ServerInfo))
+        self._profiles.begin(self._launch)
+
+    def _startup_source(self) -> DiskSource | None:
+        path = self._swap.startup_path
+        return DiskSource(path=path, format=WeightFormat.SAFETENSORS) if path else None
+
+    def _offered(self) -> tuple[Capabilities, dict[Op, str]]:
+        paths, missing = self._paths, {}
+        operations = set(GATE_OPERATIONS)
+        is_dev = {"/pause", "/resume", "/is_paused"} <= paths
+        why = NEEDS_DEV if paths else NEEDS_DOCS
+        caches = {CacheKind.PREFIX} if "/reset_prefix_cache" in paths else set()
+        caches |= {kind for kind, path in _RESETS.items() if path in paths}
+        can_sleep = self._launch.sleep_mode and is_dev and "/sleep" in paths
+        can_swap = is_dev and {"/collective_rpc", "/weight_info", "/update_weight_version"} <= paths
+        kinds = self._profiles.kinds() if "/start_profile" in paths else frozenset[ProfilerKind]()
+        if caches:
+            operations.add(Op.FLUSH_CACHES)
+        else:
+            missing[Op.FLUSH_CACHES] = why
+        for op in (Op.RELEASE_RESOURCES, Op.RESTORE_RESOURCES):
+            if can_sleep:
+                operations.add(op)
+            else:
+                missing[op] = NEEDS_SLEEP if is_dev else why
+        if can_swap:
+            operations.add(Op.UPDATE_WEIGHTS)
+        else:
+            missing[Op.UPDATE_WEIGHTS] = why
+        for op in (Op.START_PROFILE, Op.STOP_PROFILE):
+            if kinds:
+                operations.add(op)
+            else:
+                missing[op] = NEEDS_PROFILER
+        modes = frozenset(_MODES) if is_dev else GATE_MODES
+        return Capabilities(
+            operations=frozenset(operations),
+            pause_modes=modes,
+            quiesce_modes=modes if can_swap else frozenset(),
+            cache_kinds=frozenset(caches),
+            busy_policies=frozenset(BusyPolicy) if caches else frozenset(),
+            resource_kinds=frozenset(_TAGS) if can_sleep else frozenset(),
+            weight_retentions=frozenset(WeightRetention) if can_sleep else frozenset(),
+            weight_sources=frozenset({WeightSourceKind.DISK}) if can_swap else frozenset(),
+            weight_formats=frozenset({WeightFormat.SAFETENSORS}) if can_swap else frozenset(),
+            cache_policies=frozenset(CachePolicy) if can_swap else frozenset(),
+            profiler_kinds=kinds,
+        ), missing
+
+    def weight_version(self) -> str:
+        """As `/weight_info` last said."""
+        return self._label
+
+    async def _read(self) -> ParticipantReadBack:
+        is_dev = "/is_paused" in self._paths
+        return self._told(
+            paused=self._is_paused if is_dev else self._is_gated,
+            frozen=self._frozen if self._is_paused else 0,
+            released=self._released_now(),
+            weight_version=self._label if "/weight_info" in self._paths else None,
+            profiles=self._profiles.running,
+        )
+
+    def _released_now(self) -> frozenset[ResourceKind]:
+        """By the engine's own state; which of several only we know, and after our restart: all that may be."""
+        if not self._launch.sleep_mode or self._sleep == "awake":
+            return frozenset()
+        return frozenset(_TAGS) if self._released is None else self._released
+
+    # ---- pause ----
+
+    async def _pause(self, call: StepCall, step: PauseStep) -> StepResult:
+        mode = step.pause.mode
+        if "/pause" not in self._paths:
+            return await self._gate_pause(call, step)
+        if self._is_paused and self._mode is mode:
+            return succeeded(changed=False, work=WorkCounts(kept=self._frozen))
+        native = _MODES[mode]
+        work = WorkCounts()
+        if mode is PauseMode.DRAIN:
+            native, work = await self._drain(call, step)
+        else:
+            self._is_gated = True
+            load = self._load()
+            work = WorkCounts(kept=load) if mode is PauseMode.KEEP else WorkCounts(aborted=load)
+        await self._call_pause(native, timeout_s=min(call.timeout_s, PAUSE_TIMEOUT_S))
+        self._mode = mode
+        self._frozen = work.kept
+        return succeeded(work=work)
+
+    async def _drain(self, call: StepCall, step: PauseStep) -> tuple[str, WorkCounts]:
+        """Wait at the closed gate until the engine is idle: its own `wait` knows no limit."""
+        may_abort = step.pause.on_drain_timeout is DrainTimeoutAction.ABORT
+        spec = replace(step.pause, on_drain_timeout=DrainTimeoutAction.FAIL) if may_abort else step.pause
+        try:
+            drained = await self._gate_pause(call, replace(step, pause=spec))
+        except StepFailed as exc:
+            if exc.code is not AdminErrorCode.DRAIN_TIMEOUT or not may_abort:
+                raise
+            self._is_gated = True
+            return "abort", WorkCounts(aborted=self._load())
+        return "wait", drained.work
+
+    async def _call_pause(self, native: str, *, timeout_s: float) -> None:
+        try:
+            answer = await self._http.post(
+                "/pause", query={"mode": native, "clear_cache": "false"}, timeout_s=timeout_s
+            )
+        except DeadlineExceeded:
+            # Its own wait has no limit and goes on rejecting work after we left.
+            await self._http.post("/resume")
+            self._is_gated = False
+            raise StepFailed(
+                "the engine did not stop in time", code=AdminErrorCode.DRAIN_TIMEOUT, retryable=True
+            ) from None
+        if not answer.is_ok:
+            raise StepFailed(f"the engine refused to pause: {answer.words}")
+        if not await self._is_paused_now():
+            raise not_verified("the engine answered `paused` and says that it is not")
+
+    async def _is_paused_now(self) -> bool:
+        await self._look()
+        return self._is_paused
+
+    async def _resume(self, call: StepCall) -> StepResult:
+        if "/resume" not in self._paths:
+            return await super()._resume(call)
+        if self._released_now():
+            raise PreconditionFailed("memory is released; restore it first", reason="RESOURCES_RELEASED")
+        if not self._is_paused:
+            changed, self._is_gated = self._is_gated, False
+            return succeeded(changed=changed)
+        answer = await self._http.post("/resume")
+        if not answer.is_ok:
+            raise StepFailed(f"the engine refused to resume: {answer.words}", retryable=True)
+        if await self._is_paused_now():
+            raise not_verified("the engine answered `resumed` and says that it is paused")
+        resumed, self._frozen, self._mode = self._frozen, 0, None
+        self._is_gated = False
+        return succeeded(work=WorkCounts(resumed=resumed))
+
+    # ---- caches ----
+
+    async def _flush(self, call: StepCall, step: FlushStep) -> StepResult:
+        results: list[CacheResult] = []
+        for kind in step.kinds:
+            refusal = await self._flush_one(kind, step.busy_policy, call.timeout_s)
+            outcome = CacheOutcome.REFUSED if refusal else CacheOutcome.CLEARED
+            results.append(CacheResult(participant_id=ENGINE, kind=kind, outcome=outcome, detail=refusal))
+        told = next((each.detail for each in results if each.detail), "")
+        if told:
+            return failed(
+                StepFailed(told, code=AdminErrorCode.REFUSED_BUSY, changed=False, retryable=True),
+                caches=tuple(results),
+            )
+        return succeeded(caches=tuple(results))
+
+    async def _flush_one(self, kind: CacheKind, policy: BusyPolicy, timeout_s: float) -> str:
+        """Why it was refused; empty when it was cleared."""
+        refusal = ""
+
+        async def is_cleared() -> bool:
+            nonlocal refusal
+            refusal = await (
+                self._reset_prefix(policy) if kind is CacheKind.PREFIX else self._reset_unchecked(kind)
+            )
+            return not refusal or policy is not BusyPolicy.WAIT
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until(is_cleared)
+        except TimeoutError:
+            pass
+        return refusal
+
+    async def _reset_prefix(self, policy: BusyPolicy) -> str:
+        query = {"reset_running_requests": "true" if policy is BusyPolicy.PREEMPT else "false"}
+        answer = await self._http.post("/reset_prefix_cache", query=query, timeout_s=PAUSE_TIMEOUT_S)
+        if not answer.is_ok:
+            return f"the engine could not clear its prefix cache: {answer.words}"
+        # Older ones answered nothing, and checked nothing.
+        if answer.body and not answer.read(Success).success:
+            return "requests hold blocks of the prefix cache"
+        return ""
+
+    async def _reset_unchecked(self, kind: CacheKind) -> str:
+        """These routes always succeed, and disturb requests that run: so only at rest."""
+        seen = await self._look()
+        if not self._is_paused and (seen.in_flight or seen.queued):
+            return f"the {kind.name.lower()} cache can be cleared only while the engine is idle or paused"
+        answer = await self._http.post(_RESETS[kind], timeout_s=PAUSE_TIMEOUT_S)
+        return "" if answer.is_ok else f"the engine could not clear its cache: {answer.words}"
+
+    # ---- memory ----
+
+    async def _release(self, call: StepCall, step: ReleaseStep) -> StepResult:
+        if not set(step.kinds) <= set(_TAGS):
+            raise PreconditionFailed("vLLM releases weights and KV cache only", reason="RESOURCE_KIND")
+        if not self._is_paused:
+            raise PreconditionFailed("only a paused engine releases memory", reason="NOT_PAUSED")
+        held = self._released_now()
+        wanted = frozenset(step.kinds) - held
+        if not wanted:
+            return succeeded(changed=False)
+        if held and ResourceKind.WEIGHTS in wanted:
+            raise PreconditionFailed(
+                "an engine asleep cannot sleep deeper; restore the KV cache first", reason="ALREADY_ASLEEP"
+            )
+        before = await self._device_memory()
+        if ResourceKind.WEIGHTS in wanted:
+            level = "2" if step.weight_retention is WeightRetention.DISCARD else "1"
+            mode = "keep" if self._mode is PauseMode.KEEP else "abort"
+            await self._tell("/sleep", {"level": level, "mode": mode}, call.timeout_s)
+            if ResourceKind.KV_CACHE not in step.kinds:
+                await self._tell("/wake_up", {"tags": "kv_cache"}, call.timeout_s)
+        else:
+            await self._tell("/release_kv_cache_memory", {}, call.timeout_s)
+        self._released = held | wanted
+        await self._look()
+        if self._sleep == "awake":
+            self._released = held
+            raise not_verified("the engine answered and says that it is awake")
+        amounts = await self._freed(before, wanted)
+        return succeeded(amounts=amounts)
+
+    async def _freed(self, before: int | None, kinds: frozenset[ResourceKind]) -> tuple[ResourceAmount, ...]:
+        """Measured at the device, under the first kind, since it does not tell them apart (AD-43)."""
+        if before is None:
+            return ()
+        freed = 0
+
+        async def has_shown() -> bool:
+            nonlocal freed
+            after = await self._device_memory()
+            freed = before - (after if after is not None else before)
+            return freed > 0
+
+        try:
+            async with asyncio.timeout(FREED_TIMEOUT_S):
+                await self._until(has_shown)
+        except TimeoutError:
+            raise not_verified("the engine says that it sleeps, but no device memory was freed") from None
+        return (ResourceAmount(participant_id=ENGINE, kind=min(kinds), bytes=freed),)
+
+    async def _restore(self, call: StepCall, step: RestoreStep) -> StepResult:
+        held = self._released_now()
+        wanted = held & frozenset(step.kinds)
+        if not wanted:
+            return succeeded(changed=False)
+        was_discarded = self._sleep == "discard_all"
+        if ResourceKind.WEIGHTS in wanted:
+            if was_discarded and not isinstance(step.weight_source, DiskSource):
+                raise PreconditionFailed("discarded weights have no source on disk", reason="IRREVERSIBLE")
+            await self._tell("/wake_up", {"tags": "weights"}, call.timeout_s)
+            if was_discarded and isinstance(step.weight_source, DiskSource):
+                await self._swap.reload(step.weight_source.path, timeout_s=call.timeout_s)
+        if ResourceKind.KV_CACHE in wanted:
+            await self._tell("/wake_up", {"tags": "kv_cache"}, call.timeout_s)
+        left = held - wanted
+        self._released = left
+        if not left:
+            await self._tell("/wake_up", {}, call.timeout_s)
+            await self._call_pause(
+                "keep" if self._mode is PauseMode.KEEP else "abort", timeout_s=PAUSE_TIMEOUT_S
+            )
+        await self._look()
+        if bool(left) is (self._sleep == "awake"):
+            raise not_verified("the engine's sleep state is not what was asked for")
+        return succeeded(weight_version=self._label)
+
+    async def _tell(self, path: str, query: Mapping[str, str], timeout_s: float) -> None:
+        answer = await self._http.post(path, query=query, timeout_s=timeout_s)
+        if not answer.is_ok:
+            raise StepFailed(f"the engine refused: {answer.words}")
+
+    # ---- weights and profiles ----
+
+    async def _weights(
+        self,
+        call: StepCall,
+        step: PrepareWeightsStep | ApplyWeightsStep | VerifyWeightsStep | CommitWeightsStep | UndoWeightsStep,
+    ) -> StepResult:
+        can_probe = self._is_paused and self._mode is not PauseMode.KEEP and not self._released_now()
+        try:
+            result = await self._swap.execute(
+                call, step, has_checksums="/weight_checker" in self._paths, can_probe=can_probe
+            )
+        finally:
+            if self._swap.has_resumed:
+                # Probed behind the closed gate; a failure here must not leave the engine running.
+                self._swap.has_resumed = False
+                await self._call_pause("abort", timeout_s=PAUSE_TIMEOUT_S)
+        if isinstance(step, CommitWeightsStep):
+            await self._look()
+            if self._label != step.weight_version:
+                raise not_verified("the engine reports another weight version than was published")
+        return result
+
+    async def _start_profile(self, call: StepCall, step: StartProfileStep) -> StepResult:  # noqa: ARG002
+        assert self._tasks is not None
+        await self._profiles.start(step, self._tasks)
+        return succeeded()
+
+    async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:
+        artifacts = await self._profiles.stop(profile_id, timeout_s=call.timeout_s)
+        return succeeded(artifacts=artifacts)
+
+    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
+        """One file of a profile of ours, from the directory that the engine was started with."""
+        self._profiles.open(uri, stream, on_done)
+
+
+def _is_here(path: str) -> bool:
+    """Whether a model's root names a directory that this machine sees too."""
+    return path.startswith("/") and Path(path).is_dir()

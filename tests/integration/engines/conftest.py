@@ -1,0 +1,161 @@
+"""Real engines for tests: processes made once per session, with a model made on the spot."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from engines_models import ANSWER, OTHER_ANSWER, Engine
+
+HERE = Path(__file__).parent
+
+
+def load_tool(name: str) -> ModuleType:
+    """A script of `tools/`, which is no package."""
+    path = HERE.parents[2] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`sea`, `hill` with another answer, and `endless` that never stops."""
+    pytest.importorskip("gguf")
+    directory = tmp_path_factory.mktemp("models")
+    tool = load_tool("scripted_model")
+    tool.make_model(directory, "sea", ANSWER)
+    tool.make_model(directory, "hill", OTHER_ANSWER)
+    tool.make_model(directory, "endless", ANSWER, loops=True)
+    return directory
+
+
+@contextlib.contextmanager
+def serving_llamacpp(model_file: Path, name: str, slots: Path | None) -> Iterator[Engine]:
+    """llama.cpp's server from its Python package; ends with the block, or with us."""
+    command = [sys.executable, str(HERE / "llamacpp_server.py"), str(model_file), str(slots or ""), name]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    lines: queue.Queue[str] = queue.Queue()
+    reader = threading.Thread(target=lambda: lines.put(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+    reader.start()
+    try:
+        yield Engine(endpoint=lines.get(timeout=60).strip(), model=name)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(timeout=10)
+        process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def llamacpp(models: Path) -> Iterator[Engine]:
+    """With everything switched on that control needs."""
+    pytest.importorskip("xllamacpp")
+    slots = models / "slots"
+    slots.mkdir()
+    with serving_llamacpp(models / "endless.gguf", "endless", slots) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def llamacpp_sea(models: Path) -> Iterator[Engine]:
+    """One that stops, and that was not told where to keep slots."""
+    pytest.importorskip("xllamacpp")
+    with serving_llamacpp(models / "sea.gguf", "sea", None) as engine:
+        yield engine
+
+
+def wait_for_http(url: str, process: subprocess.Popen[bytes], *, within_s: float) -> None:
+    """Until it answers 200."""
+    deadline = time.monotonic() + within_s
+    while True:
+        assert process.poll() is None, "the engine ended while it started"
+        try:
+            with urllib.request.urlopen(url, timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        assert time.monotonic() < deadline, "the engine did not start in time"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="session")
+def vllm(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """vLLM on CPU in development mode, from the virtual environment that `make engines-test` makes."""
+    python = os.environ.get("IOP_ENGINES_VLLM_PYTHON", "")
+    if not python:
+        pytest.skip("real vLLM runs with `make engines-test`")
+    directory = tmp_path_factory.mktemp("vllm")
+    (directory / "profiles").mkdir()
+    port = int(os.environ.get("IOP_ENGINES_VLLM_PORT", "0")) or free_port()
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(
+            vllm_command(python, models / "endless", port, directory / "profiles"),
+            env={
+                **os.environ,
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "DO_NOT_TRACK": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+            stdout=log,
+            stderr=log,
+            cwd=directory,
+            start_new_session=True,
+        )
+    try:
+        try:
+            wait_for_http(f"http://127.0.0.1:{port}/health", process, within_s=300)
+        except AssertionError:
+            sys.stderr.write((directory / "log").read_text(errors="replace")[-8000:])
+            raise
+        yield Engine(endpoint=f"http://127.0.0.1:{port}", model="endless")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
+
+
+def vllm_command(python: str, model: Path, port: int, profiles: Path) -> list[str]:
+    """How vLLM is started: one line of options per thing that needs it."""
+    return [
+        python,
+        *("-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--served-model-name", model.name),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "8", "--enforce-eager"),
+        "--enable-prefix-caching",
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--profiler-config", f'{{"profiler":"torch","torch_profiler_dir":"{profiles}"}}'),
+    ]
+
+
+def free_port() -> int:
+    """One that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

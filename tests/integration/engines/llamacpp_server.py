@@ -1,0 +1,36 @@
+"""A real llama.cpp server as a process of its own: ``python llamacpp_server.py MODEL.gguf SLOTS_DIR NAME``.
+
+Prints its address when it serves. Ends with its standard input, so that it never outlives a test run.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import xllamacpp
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    model, slots, name = sys.argv[1:4]
+    params = xllamacpp.CommonParams()
+    params.model.path = model
+    params.model_alias = {name}
+    params.hostnames = ["127.0.0.1"]
+    params.port = 0
+    params.n_ctx = 8192
+    params.n_parallel = 2
+    params.use_jinja = True
+    params.endpoint_metrics = params.endpoint_slots = params.endpoint_props = True
+    if slots:
+        params.slot_save_path = slots
+    params.cache_ram_mib = 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(params)
+    sys.stdout.write(f"{server.listening_address}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
