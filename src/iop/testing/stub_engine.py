@@ -46,6 +46,11 @@ class StubCall:
         self.is_answered = False
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the peer has closed by now; ``is_peer_gone`` is set a few milliseconds after that."""
+        return self._reader.at_eof() or self._reader.exception() is not None
+
+    @property
     def json(self) -> Any:
         """The body, parsed."""
         return json.loads(self.body)

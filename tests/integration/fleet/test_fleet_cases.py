@@ -220,9 +220,9 @@ def tagged(tag: str) -> list[int]:
     """Living processes that carry a tag in their command line."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
-        if process.pid != os.getpid() and tag in (process.info["cmdline"] or ()):
-            if process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+        is_tagged = process.pid != os.getpid() and tag in (process.info["cmdline"] or ())
+        if is_tagged and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
     return found
 
 

@@ -82,7 +82,7 @@ async def test_a_lossy_line_and_short_silences_end_nothing(tmp_path: Path) -> No
 
 @pytest.mark.clause("EN-113", "EN-103")
 async def test_an_edge_process_that_stood_still_evicts_nobody(tmp_path: Path) -> None:
-    """SIGSTOP is what a blocked loop looks like from outside; Nodes here are more patient than the Edge stands still."""
+    """SIGSTOP is what a blocked loop looks like from outside."""
     async with (
         StubEngine(drip) as stub,
         ProcessFleet(
