@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from iop.admin.requests import AllTargets, ModelTargets, MutationOptions, ParticipantTargets, Target
-from iop.core.errors import InvalidRequest, NotFound
+from iop.core.errors import InvalidRequest
 
 __all__ = [
     "AllOption",
@@ -116,9 +116,17 @@ class Safety:
 
 
 def mutation_options(safety: Safety) -> MutationOptions:
-    """The options of a mutation; without ``--key`` each call is a new operation."""
+    """The options of a mutation; without ``--key`` each call is a new operation.
+
+    Raises:
+        InvalidRequest: ``--key`` is empty: a script whose variable is not set must not lose its protection (AD-11).
+    """
+    if safety.key == "":
+        raise InvalidRequest(
+            "--key is empty: give the operation's key, or leave the option out.", reason="EMPTY_KEY"
+        )
     return MutationOptions(
-        idempotency_key=safety.key or f"cli-{secrets.token_hex(12)}",
+        idempotency_key=safety.key if safety.key is not None else f"cli-{secrets.token_hex(12)}",
         expected_revision=safety.expected_revision,
         deadline_ms=safety.deadline_ms,
         validate_only=safety.validate_only,
@@ -149,11 +157,13 @@ def read_pem(path: Path | None, option: str) -> bytes | None:
     """A PEM file's bytes.
 
     Raises:
-        NotFound: it cannot be read.
+        InvalidRequest: it cannot be read.
     """
     if path is None:
         return None
     try:
         return path.read_bytes()
     except OSError as error:
-        raise NotFound(f"The file of {option} cannot be read: {error.strerror}.", reason="NO_FILE") from None
+        raise InvalidRequest(
+            f"The file of {option} cannot be read: {error.strerror}.", reason="NO_FILE"
+        ) from None

@@ -13,7 +13,7 @@ import typer
 from iop.cli.admin_options import read_pem
 from iop.cli.output import data, exit_with, notes
 from iop.cli.targets import find_endpoint
-from iop.core.errors import InvalidRequest, NotFound
+from iop.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from iop.conformance.hooks import CommandHooks
@@ -227,4 +227,4 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise NotFound(f"{path} cannot be written: {error.strerror}.", reason="NO_FILE") from None
+        raise InvalidRequest(f"{path} cannot be written: {error.strerror}.", reason="NO_FILE") from None

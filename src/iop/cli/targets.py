@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from iop.app.home import ENGINE_FILE, RUN_FILE, RunFile, read_run_file, state_dir
-from iop.core.errors import InvalidRequest, NotFound
+from iop.config.values import parse_address
+from iop.core.errors import InvalidRequest
 
 __all__ = ["Endpoint", "find_endpoint", "running"]
 
@@ -39,17 +40,30 @@ def find_endpoint(listener: str, *, target: str | None, token: str | None, role:
         role: whose development token is used without ``--token``.
 
     Raises:
-        InvalidRequest: the token is no reference.
-        NotFound: the reference leads nowhere, or there is no such development token.
+        InvalidRequest: ``target`` is no address; the token is no reference, leads nowhere, or names a development
+            token that is not here. The command line is wrong then, whatever the server would say.
     """
     run = running()
     known = run.addresses.get(listener) if run is not None else None
-    address = target or known or DEFAULT_ADDRESSES[listener]
+    address = _checked(target) if target is not None else known or DEFAULT_ADDRESSES[listener]
     if token is not None:
         return Endpoint(address=address, token=_resolve(token, run))
     # A development token goes only where it belongs: to what runs here.
     is_ours = run is not None and address in {known, run.engine.get(listener)}
     return Endpoint(address=address, token=run.tokens.get(role) if run is not None and is_ours else None)
+
+
+def _checked(target: str) -> str:
+    """An empty one counts as wrong: a script whose variable is not set must not reach what happens to run here."""
+    try:
+        address = parse_address(target)
+        if address.path is None and address.port == 0:
+            raise ValueError("Give the port that the server listens on")
+    except ValueError as error:
+        raise InvalidRequest(
+            f"--target {target!r} is no address: {error}.", reason="TARGET_ADDRESS"
+        ) from None
+    return target
 
 
 def _resolve(reference: str, run: RunFile | None) -> str | None:
@@ -58,7 +72,7 @@ def _resolve(reference: str, run: RunFile | None) -> str | None:
     if reference in {"viewer", "operator", "admin"}:
         token = run.tokens.get(reference) if run is not None else None
         if token is None:
-            raise NotFound(
+            raise InvalidRequest(
                 f"There is no development token {reference} here: iop up makes one.", reason="NO_TOKEN"
             )
         return token
@@ -66,15 +80,25 @@ def _resolve(reference: str, run: RunFile | None) -> str | None:
     if kind == "env" and name:
         token = os.environ.get(name)
         if not token:
-            raise NotFound(f"The environment variable {name} of --token is not set.", reason="NO_TOKEN")
-        return token.strip()
+            raise InvalidRequest(f"The environment variable {name} of --token is not set.", reason="NO_TOKEN")
+        return _printable(token, reference)
     if kind == "file" and name:
         try:
-            return Path(name).read_text(encoding="utf-8").strip()
+            return _printable(Path(name).read_text(encoding="utf-8"), reference)
         except (OSError, UnicodeDecodeError):
-            raise NotFound(f"The file {name} of --token cannot be read.", reason="NO_TOKEN") from None
+            raise InvalidRequest(f"The file {name} of --token cannot be read.", reason="NO_TOKEN") from None
     raise InvalidRequest(
         "A token is given by reference, since command lines show in process lists: "
         "--token file:PATH, env:NAME, none, or viewer, operator or admin for the development tokens.",
         reason="TOKEN_REFERENCE",
     )
+
+
+def _printable(text: str, reference: str) -> str:
+    token = text.strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise InvalidRequest(
+            f"{reference} of --token leads to an empty or unprintable value; put one line of text there.",
+            reason="NO_TOKEN",
+        )
+    return token

@@ -204,7 +204,7 @@ class AdminClient:
             async for event in call:
                 yield self._codec.decode(event, AdminOperationEvent)
         except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
+            raise self._error_of(error) from error
         finally:
             call.cancel()
 
@@ -214,7 +214,18 @@ class AdminClient:
                 message, metadata=self._metadata, timeout=self._target.timeout_s
             )
         except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
+            raise self._error_of(error) from error
+
+    def _error_of(self, error: grpc.aio.AioRpcError) -> IopError:
+        """As :func:`error_of`; one that no server sent says where nobody was reached, and what to do."""
+        if error.code() is grpc.StatusCode.UNAVAILABLE and _read_details(error)[0] is None:
+            address = self._target.address
+            return Unavailable(
+                f"Nobody answers at {address} ({error.details()}). Is the server running? Start one with: iop up",
+                reason="UNREACHABLE",
+                details={"address": address},
+            )
+        return error_of(error)
 
     def _profile_answer(self, answer: Any, record_type: type[Result]) -> Result | OperationPlan:
         if answer.HasField("plan"):

@@ -30,6 +30,18 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["admin", "resume", "--epoch", "0"], 2),
         (["admin", "reconfigure", "--all"], 2),
         (["admin", "profile", "--token", "in-clear"], 2),
+        (["admin", "profile", "--token", "env:NOT_SET_ANYWHERE"], 2),
+        (["admin", "profile", "--token", "file:gone"], 2),
+        (["admin", "profile", "--token", "viewer"], 2),
+        (["admin", "profile", "--tls-ca", "gone.pem"], 2),
+        (["admin", "profile", "--target", ""], 2),
+        (["admin", "profile", "--target", "127.0.0.1"], 2),
+        (["admin", "profile", "--target", "127.0.0.1:99999"], 2),
+        (["status", "--target", "http://127.0.0.1:9092"], 2),
+        (["admin", "flush", "--all", "--key", ""], 2),
+        (["admin", "flush", "--all", "--expected-revision", "-1"], 2),
+        (["admin", "flush", "--all", "--deadline-ms", "0"], 2),
+        (["admin", "flush", "--all", "--kind", "everything"], 2),
         (["config", "check", "gone.yaml"], 2),
     ],
 )
@@ -39,7 +51,10 @@ def test_exit_codes_before_anything_is_sent(arguments: list[str], code: int) -> 
 
 def test_a_server_that_is_not_there_is_exit_1_and_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["admin", "profile", "--target", "127.0.0.1:1", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["error"]["code"] == "UNAVAILABLE"
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["code"], error["reason"]) == ("UNAVAILABLE", "UNREACHABLE")
+    assert error["message"].startswith("Nobody answers at 127.0.0.1:1 ")
+    assert error["message"].endswith("Start one with: iop up")
 
 
 def test_version_and_help_teach(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from iop.app.home import RunFile, write_private
 from iop.cli.targets import find_endpoint
-from iop.core.errors import InvalidRequest, NotFound
+from iop.core.errors import InvalidRequest
 
 
 @pytest.fixture
@@ -67,9 +67,19 @@ def test_token_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert token("viewer") == "v"
     assert token("env:MY_TOKEN") == "from-env"
     assert token(f"file:{tmp_path / 't'}") == "from-file"
-    for reference in ("env:NOT_SET_ANYWHERE", f"file:{tmp_path / 'gone'}"):
-        with pytest.raises(NotFound):
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"a\x00b")
+    monkeypatch.setenv("MY_EMPTY", " ")
+    for reference in (
+        "env:NOT_SET_ANYWHERE",
+        "env:MY_EMPTY",
+        f"file:{tmp_path / 'gone'}",
+        f"file:{tmp_path / 'empty'}",
+        f"file:{tmp_path / 'binary'}",
+    ):
+        with pytest.raises(InvalidRequest) as caught:
             token(reference)
+        assert caught.value.status.exit_code == 2, "a wrong command line, not a refusal of the server's"
 
 
 @pytest.mark.usefixtures("run_file")
