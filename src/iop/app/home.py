@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+from iop.core.errors import InvalidRequest
 
 __all__ = ["ENGINE_FILE", "RUN_FILE", "RunFile", "open_home", "read_run_file", "state_dir", "write_private"]
 
@@ -26,9 +29,22 @@ def state_dir(environment: Mapping[str, str]) -> Path:
 
 
 def open_home(environment: Mapping[str, str]) -> Path:
-    """The state directory, made if need be, for this user only. Raises OSError when it cannot be made."""
+    """The state directory, made if need be, for this user only.
+
+    Raises:
+        InvalidRequest: it cannot be made, or not be written.
+    """
     home = state_dir(environment)
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(home, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise InvalidRequest(
+            f"The state directory {home} cannot be used ({error.strerror})."
+            " Set IOP_HOME to a directory that you may write.",
+            reason="HOME_UNUSABLE",
+        ) from None
     return home
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import gc
 import json
 import logging
@@ -30,7 +31,7 @@ from typing import Any, Final
 import uvloop
 
 from iop.app.home import write_private
-from iop.core.errors import IopError
+from iop.core.errors import InvalidRequest, IopError, Unavailable
 
 __all__ = ["LIFE_VARIABLE", "REPORT_VARIABLE", "Process", "ProcessClock", "run_role"]
 
@@ -100,8 +101,11 @@ def run_role(prepare: Callable[[], Role], *, ready_file: Path | None = None) -> 
     life_fd = _descriptor(LIFE_VARIABLE)
     if life_fd is not None:
         _die_with_parent()
-    if ready_file is not None:
-        ready_file.unlink(missing_ok=True)
+
+    def remove_ready_file() -> None:
+        if ready_file is not None:
+            with contextlib.suppress(OSError):
+                ready_file.unlink(missing_ok=True)
 
     def announce(facts: Mapping[str, Any]) -> None:
         if ready_file is not None:
@@ -118,7 +122,7 @@ def run_role(prepare: Callable[[], Role], *, ready_file: Path | None = None) -> 
 
     async def main(role: Role) -> int:
         stopping = asyncio.Event()
-        hooks: list[Callable[[], None]] = []
+        hooks: list[Callable[[], None]] = [remove_ready_file]
         process = Process(stopping=stopping, announce=announce_once, before_kill=hooks.append)
         with _signals(stopping, hooks), _life_line(life_fd, stopping):
             try:
@@ -133,13 +137,15 @@ def run_role(prepare: Callable[[], Role], *, ready_file: Path | None = None) -> 
                     watcher = tasks.create_task(cancel_unready(), name="process-start-watch")
                     work.add_done_callback(lambda _: watcher.cancel())
             except BaseExceptionGroup as group:
-                alone = _only_iop_error(group)
+                alone = _only_iop_error(group) or _unusable_file(group)
                 if alone is None:
                     raise
                 raise alone from group
             return 0 if work.cancelled() else work.result()
 
     try:
+        if ready_file is not None:
+            _check_ready_file(ready_file)
         role = prepare()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main(role))
@@ -147,8 +153,24 @@ def run_role(prepare: Callable[[], Role], *, ready_file: Path | None = None) -> 
         _report(report_fd, {"error": error.message, "exit_code": error.status.exit_code})
         raise
     finally:
-        if ready_file is not None:
-            ready_file.unlink(missing_ok=True)
+        remove_ready_file()
+
+
+def _check_ready_file(path: Path) -> None:
+    """Find out before the start, not after it, and take a stale one away.
+
+    Raises:
+        InvalidRequest: it could not be written.
+    """
+    try:
+        path.unlink(missing_ok=True)
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise FileNotFoundError(errno.ENOENT, "its directory does not exist, or cannot be written")
+    except OSError as error:
+        raise InvalidRequest(
+            f"The ready file {path} cannot be written ({error.strerror}). Give another path.",
+            reason="READY_FILE",
+        ) from None
 
 
 def _calm_collector() -> None:
@@ -178,6 +200,16 @@ def _only_iop_error(group: BaseExceptionGroup[BaseException]) -> IopError | None
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
     return first if isinstance(first, IopError) else None
+
+
+def _unusable_file(group: BaseExceptionGroup[BaseException]) -> IopError | None:
+    """An error of ours for a file that the system refuses, if nothing else went wrong: no bug, so no traceback."""
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup) and len(first.exceptions) == 1:
+        first = first.exceptions[0]
+    if not isinstance(first, OSError) or first.filename is None:
+        return None
+    return Unavailable(f"{first.filename} cannot be used: {first.strerror}.", reason="FILE_UNUSABLE")
 
 
 @contextlib.contextmanager

@@ -108,6 +108,7 @@ class Up:
         home = open_home(self._environment)
         process.before_kill(self._kill_all)
         with _only_one(home), _removed_at_end(home / RUN_FILE):
+            process.before_kill(lambda: (home / RUN_FILE).unlink(missing_ok=True))
             try:
                 started = await self._start(home)
                 process.announce(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from iop.app.home import RunFile, open_home, read_run_file, state_dir, write_private
+from iop.core.errors import InvalidRequest
 
 RUN = RunFile(
     addresses={"http": "127.0.0.1:8080", "admin": "127.0.0.1:9091"},
@@ -33,6 +34,15 @@ def test_the_state_directory_follows_the_documented_order(environment: dict[str,
 def test_the_state_directory_is_for_this_user_only(tmp_path: Path) -> None:
     home = open_home({"IOP_HOME": str(tmp_path / "a" / "b")})
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("tail", ["", "/below"])
+def test_a_state_directory_that_cannot_be_used_is_named_with_the_fix(tmp_path: Path, tail: str) -> None:
+    (tmp_path / "file").touch()
+    home = f"{tmp_path}/file{tail}"
+    with pytest.raises(InvalidRequest, match=f"{home} cannot be used .*Set IOP_HOME") as caught:
+        open_home({"IOP_HOME": home})
+    assert caught.value.status.exit_code == 2
 
 
 def test_a_private_file_is_whole_and_mode_0600(tmp_path: Path) -> None:

@@ -18,13 +18,17 @@ SCRIPT = """
 import asyncio, sys
 from pathlib import Path
 from iop.app.process import run_role
-from iop.core.errors import Unavailable
+from iop.core.errors import IopError, Unavailable
 
 kind, ready = sys.argv[1], Path(sys.argv[2])
 
 async def role(process):
     if kind == "fail":
         raise Unavailable("the port is taken")
+    if kind == "no-file":
+        open(str(ready) + ".gone/x")
+    if kind == "bug":
+        raise OSError("no file is to blame")
     if kind == "slow-start":
         Path(str(ready) + ".begun").touch()
         await asyncio.sleep(600)
@@ -37,7 +41,7 @@ async def role(process):
 
 try:
     sys.exit(run_role(lambda: role, ready_file=ready))
-except Unavailable as error:
+except IopError as error:
     print(error.message, file=sys.stderr)
     sys.exit(error.status.exit_code)
 """
@@ -95,6 +99,34 @@ def test_the_second_signal_ends_a_stuck_role_at_once(start: Start, tmp_path: Pat
     eventually(Path(f"{ready}.stopping").exists, "the first signal did not arrive")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=10) == 130
+    assert not ready.exists(), "nobody may take a dead process for a ready one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ready", "code", "words"),
+    [
+        ("serve", "gone/ready", 2, "The ready file"),
+        ("serve", ".", 2, "The ready file"),
+        ("no-file", "ready", 1, "cannot be used: No such file or directory"),
+    ],
+)
+def test_a_file_that_the_system_refuses_is_one_line_and_no_traceback(
+    start: Start, tmp_path: Path, kind: str, ready: str, code: int, words: str
+) -> None:
+    process = start(kind, tmp_path / ready)
+    said = process.communicate(timeout=20)[1].decode()
+    assert process.returncode == code
+    assert words in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_bug_keeps_its_traceback(start: Start, tmp_path: Path) -> None:
+    process = start("bug", tmp_path / "ready")
+    said = process.communicate(timeout=20)[1].decode()
+    assert process.returncode == 1
+    assert "Traceback" in said
 
 
 @pytest.mark.slow
