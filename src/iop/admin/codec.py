@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -232,6 +233,9 @@ class RecordCodec:
             return self._decode_enum(field, value, where)
         if field.shape is _Shape.RECORD:
             return self.decode(value, field.types[0], path=f"{where}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            # JSON and engines write it as null, their default, or refuse it: never what the caller said.
+            raise self._bad(where, "must be a finite number", "INVALID_FIELD")
         return value
 
     def _decode_items(self, field: _Field, repeated: Any, where: str) -> list[Any]:

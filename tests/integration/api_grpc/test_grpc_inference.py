@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import AsyncIterator
 from typing import Any, Self
 
@@ -334,6 +335,16 @@ async def test_malformed_or_repeated_metadata_is_refused_before_acceptance(
         (
             generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1])),
             grpc.StatusCode.UNIMPLEMENTED,
+        ),
+        *(
+            (
+                generation_pb2.GenerateRequest(
+                    prompt="p", sampling=generation_pb2.SamplingParams(**{name: value})
+                ),
+                grpc.StatusCode.INVALID_ARGUMENT,
+            )
+            for name in ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty")
+            for value in (math.nan, math.inf, -math.inf)
         ),
         (generation_pb2.GenerateRequest(prompt="p", lora_name="l"), grpc.StatusCode.UNIMPLEMENTED),
         (
