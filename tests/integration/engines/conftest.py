@@ -48,9 +48,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def serving_llamacpp(model_file: Path, name: str, slots: Path | None) -> Iterator[Engine]:
+def serving_llamacpp(
+    model_file: Path, name: str, slots: Path | None, *, ram_mib: int = 0
+) -> Iterator[Engine]:
     """llama.cpp's server from its Python package; ends with the block, or with us."""
-    command = [sys.executable, str(HERE / "llamacpp_server.py"), str(model_file), str(slots or ""), name]
+    script = str(HERE / "llamacpp_server.py")
+    command = [sys.executable, script, str(model_file), str(slots or ""), name, str(ram_mib)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -80,6 +83,16 @@ def llamacpp(models: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
+def llamacpp_with_ram(models: Path) -> Iterator[Engine]:
+    """As the server starts by default: prompts pushed out of their slots are kept in host RAM."""
+    pytest.importorskip("xllamacpp")
+    slots = models / "more_slots"
+    slots.mkdir()
+    with serving_llamacpp(models / "sea.gguf", "sea", slots, ram_mib=512) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
 def llamacpp_sea(models: Path) -> Iterator[Engine]:
     """One that stops, and that was not told where to keep slots."""
     pytest.importorskip("xllamacpp")
@@ -105,6 +118,11 @@ def wait_for_http(url: str, process: subprocess.Popen[bytes], *, within_s: float
 @pytest.fixture(scope="session")
 def vllm(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """vLLM on CPU in development mode, from the virtual environment that `make engines-test` makes."""
+    running = os.environ.get("IOP_ENGINES_VLLM_ENDPOINT", "")
+    if running:
+        # An engine kept running beside a developer's runs: it serves `endless`.
+        yield Engine(endpoint=running, model="endless")
+        return
     python = os.environ.get("IOP_ENGINES_VLLM_PYTHON", "")
     if not python:
         pytest.skip("real vLLM runs with `make engines-test`")

@@ -1,4 +1,4 @@
-"""A real llama.cpp server as a process of its own: ``python llamacpp_server.py MODEL.gguf SLOTS_DIR NAME``.
+"""A real llama.cpp server as a process of its own: ``python llamacpp_server.py MODEL.gguf SLOTS_DIR NAME RAM_MIB``.
 
 Prints its address when it serves. Ends with its standard input, so that it never outlives a test run.
 """
@@ -12,7 +12,7 @@ import xllamacpp
 
 def main() -> None:
     """Serve until standard input ends."""
-    model, slots, name = sys.argv[1:4]
+    model, slots, name, ram_mib = sys.argv[1:5]
     params = xllamacpp.CommonParams()
     params.model.path = model
     params.model_alias = {name}
@@ -24,7 +24,7 @@ def main() -> None:
     params.endpoint_metrics = params.endpoint_slots = params.endpoint_props = True
     if slots:
         params.slot_save_path = slots
-    params.cache_ram_mib = 0
+    params.cache_ram_mib = int(ram_mib)
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     server = xllamacpp.Server(params)
     sys.stdout.write(f"{server.listening_address}\n")

@@ -91,9 +91,7 @@ async def test_what_the_engine_refuses_passes_unchanged(sea: EngineHarness) -> N
 
 
 @pytest.mark.clause("EN-56")
-async def test_a_caller_gone_frees_the_slot_within_a_second(
-    harness: EngineHarness, llamacpp: Engine
-) -> None:
+async def test_a_caller_gone_frees_the_slot_within_a_second(harness: EngineHarness, llamacpp: Engine) -> None:
     tunnel = begin(harness.adapter, {"messages": HELLO, "stream": True, "max_tokens": -1})
     await eventually(lambda: bool(tunnel.pieces))
     assert any(slot["is_processing"] for slot in await asyncio.to_thread(slots_of, llamacpp))
@@ -134,6 +132,21 @@ async def test_a_flush_empties_each_slot_and_a_repeated_prompt_is_read_anew(
     assert "tokens erased" in result.participants[0].caches[0].detail
     cold = json.loads((await ask(harness.adapter, prompt)).received)
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.clause("AD-37", "AD-40")
+async def test_prompts_that_survive_in_host_ram_are_never_called_cleared(
+    llamacpp_with_ram: Engine,
+) -> None:
+    async with running(config_of("llamacpp", llamacpp_with_ram.endpoint, "sea")) as adapter:
+        (outcome,) = (await adapter.execute_step(step_call(adapter, FLUSH), lambda _: None)).participants
+        assert outcome.error is not None
+        assert outcome.error.code is AdminErrorCode.VERIFICATION_FAILED
+        assert [cache.outcome for cache in outcome.caches] == [CacheOutcome.UNKNOWN]
+        await adapter.probe()
+        (info,) = adapter.participants()
+        assert AdminOperationKind.FLUSH_CACHES not in info.capabilities.operations
+        assert "--cache-ram 0" in adapter.capabilities.admin_refusal
 
 
 @pytest.mark.clause("AD-40")

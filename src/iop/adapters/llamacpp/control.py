@@ -49,6 +49,13 @@ UNLOAD_TIMEOUT_S: Final = 30.0
 """The server kills a model's process that did not leave after 10 s."""
 
 NEEDS_SLOT_SAVE: Final = "start llama-server with --slot-save-path DIR (and without --no-slots)"
+NEEDS_NO_RAM_CACHE: Final = (
+    "start llama-server with --cache-ram 0: prompts that it keeps in host RAM cannot be erased"
+)
+CANARY_TIMEOUT_S: Final = 60.0
+CANARY_SLOTS_MAX: Final = 64
+"""With more slots the search for a prompt cache in host RAM would take too many requests."""
+
 NEEDS_ROUTER: Final = "start llama-server without a model (router mode, --models-dir DIR)"
 
 
@@ -67,6 +74,15 @@ class _Slot(msgspec.Struct):
 class _Erased(msgspec.Struct):
     id_slot: int
     n_erased: int
+
+
+class _Timings(msgspec.Struct):
+    cache_n: int = 0
+    prompt_n: int = 0
+
+
+class _Completion(msgspec.Struct):
+    timings: _Timings
 
 
 class _Status(msgspec.Struct):
@@ -92,7 +108,7 @@ class LlamaCppControl(NativeControl):
         Offer(
             operation=AdminOperationKind.FLUSH_CACHES,
             detail="prefix (slots erased); busy: fail, wait",
-            needs="`--slot-save-path`",
+            needs="`--slot-save-path`, `--cache-ram 0`",
         ),
         Offer(
             operation=AdminOperationKind.RELEASE_RESOURCES,
@@ -112,6 +128,7 @@ class LlamaCppControl(NativeControl):
         super().__init__(settings, services, targets=targets)
         self._is_router = False
         self._statuses: dict[str, str] = {}
+        self._ram_caches: dict[str, bool] = {}
 
     # ---- looking ----
 
@@ -134,6 +151,9 @@ class LlamaCppControl(NativeControl):
         can_erase = slots is not None and await self._can_erase("", slots)
         if not can_erase:
             missing[AdminOperationKind.FLUSH_CACHES] = NEEDS_SLOT_SAVE
+        elif self._ram_caches.get(f"{instance}/"):
+            can_erase = False
+            missing[AdminOperationKind.FLUSH_CACHES] = NEEDS_NO_RAM_CACHE
         missing[AdminOperationKind.RELEASE_RESOURCES] = NEEDS_ROUTER
         missing[AdminOperationKind.RESTORE_RESOURCES] = NEEDS_ROUTER
         return Observed(
@@ -225,6 +245,7 @@ class LlamaCppControl(NativeControl):
                 pass
         models = [model for model in self._mine() if self._statuses.get(model) == "loaded"]
         erased = 0
+        keeps_in_ram = False
         for model in models if self._is_router else [""]:
             known = await self._slots(model) or []
             if any(slot.is_processing for slot in known):
@@ -236,6 +257,12 @@ class LlamaCppControl(NativeControl):
                 )
             for slot in known:
                 erased += await self._erase(model, slot.id)
+            keeps_in_ram = keeps_in_ram or await self._keeps_in_ram(model, known)
+        if keeps_in_ram:
+            return failed(
+                not_verified(NEEDS_NO_RAM_CACHE),
+                caches=(_cache(CacheOutcome.UNKNOWN, "slots erased; " + NEEDS_NO_RAM_CACHE),),
+            )
         return succeeded(caches=(_cache(CacheOutcome.CLEARED, f"{erased} tokens erased from the slots"),))
 
     async def _erase(self, model: str, slot_id: int) -> int:
@@ -248,6 +275,34 @@ class LlamaCppControl(NativeControl):
         if told.id_slot != slot_id or not again.is_ok or again.read(_Erased).n_erased:
             raise not_verified("a slot still holds tokens after it was erased")
         return told.n_erased
+
+    async def _keeps_in_ram(self, model: str, slots: list[_Slot]) -> bool:
+        """Whether prompts survive outside the slots: found out with prompts of our own, once per process.
+
+        One more prompt than there are slots pushes the first out; what is then still known of it came from RAM.
+        """
+        process = f"{self._seen.instance if self._seen is not None else ''}/{model}"
+        if process not in self._ram_caches:
+            if len(slots) > CANARY_SLOTS_MAX:
+                raise not_verified("with so many slots it cannot be told whether prompts stay in host RAM")
+            for number in range(len(slots) + 1):
+                await self._canary(model, number)
+            again = await self._canary(model, 0)
+            for slot in slots:
+                await self._erase(model, slot.id)
+            self._ram_caches[process] = again.cache_n > again.prompt_n
+        return self._ram_caches[process]
+
+    async def _canary(self, model: str, number: int) -> _Timings:
+        """A prompt that shares no beginning with the others, and one token of an answer."""
+        word = f"{chr(ord('a') + number % 26)}{number} "
+        body: dict[str, object] = {"prompt": word * 40, "n_predict": 1, "cache_prompt": True}
+        if model:
+            body["model"] = model
+        answer = await self._http.post("/completion", body, timeout_s=CANARY_TIMEOUT_S)
+        if not answer.is_ok:
+            raise not_verified(f"a repeated prompt could not be tried: {answer.words}")
+        return answer.read(_Completion).timings
 
     async def _release(self, call: StepCall, step: ReleaseStep) -> StepResult:
         if set(step.kinds) != {ResourceKind.WEIGHTS} or step.weight_retention is not WeightRetention.DISCARD:
