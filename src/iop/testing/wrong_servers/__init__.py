@@ -5,7 +5,7 @@ Each starts from the right server of `iop.testing.conformance_site` and spoils o
 
 from __future__ import annotations
 
-from iop.testing.wrong_servers import access, keys, outcomes, requests, restarts, state, streams
+from iop.testing.wrong_servers import access, keys, lapses, outcomes, requests, restarts, state, streams
 from iop.testing.wrong_servers.defect import Defect
 
 __all__ = ["DEFECTS", "Defect"]
@@ -18,4 +18,5 @@ DEFECTS: tuple[Defect, ...] = (
     *outcomes.DEFECTS,
     *access.DEFECTS,
     *restarts.DEFECTS,
+    *lapses.DEFECTS,
 )

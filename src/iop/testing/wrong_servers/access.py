@@ -56,7 +56,7 @@ def _open(_operation: Any, _viewer: Any) -> Any:
 DEFECTS = (
     Defect(
         name="reading needs no credential",
-        caught_by=("AD-03-no-credential",),
+        caught_by=("AD-03-no-credential", "AD-17-authentication-first"),
         patch=patched("iop.api.grpc.auth.PrincipalDirectory.authenticate", _anonymous_reads),
     ),
     Defect(

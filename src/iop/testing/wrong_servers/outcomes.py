@@ -233,7 +233,7 @@ DEFECTS = (
     ),
     Defect(
         name="a failed update publishes its version",
-        caught_by=("AD-38-failed-update",),
+        caught_by=("AD-38-failed-update", "AD-32-partial-update"),
         recipe=with_core(_PublishesFailures),
     ),
     Defect(name="half of the state is told", caught_by=("AD-23-whole-state",), recipe=with_core(_TellsHalf)),

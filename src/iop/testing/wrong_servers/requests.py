@@ -14,12 +14,12 @@ from iop.api.grpc import admin_codec
 from iop.core.errors import InvalidRequest
 from iop.testing.wrong_servers.defect import Defect, patched, with_core
 
-__all__ = ["DEFECTS"]
+__all__ = ["DEFECTS", "mended"]
 
 _SERVICE = "iop.api.grpc.admin_service.decode_mutation"
 
 
-def _mended(mend: Callable[[Any], None]) -> Any:
+def mended(mend: Callable[[Any], None]) -> Any:
     """A surface that puts a wrong message right instead of refusing it."""
 
     def decode(message: Any, record_type: Any, **context: Any) -> Any:
@@ -122,32 +122,30 @@ class _FlatOffer(AdminCore):
 
 
 DEFECTS = (
-    Defect(
-        name="UNSPECIFIED accepted", caught_by=("AD-10-unspecified",), patch=_mended(_default_busy_policy)
-    ),
+    Defect(name="UNSPECIFIED accepted", caught_by=("AD-10-unspecified",), patch=mended(_default_busy_policy)),
     Defect(
         name="unknown enum number accepted",
         caught_by=("AD-10-unknown-enum",),
-        patch=_mended(_default_admission),
+        patch=mended(_default_admission),
     ),
     Defect(
         name="an empty selector means everybody",
         caught_by=("AD-10-empty-selector",),
-        patch=_mended(_empty_is_all),
+        patch=mended(_empty_is_all),
     ),
     Defect(
         name="an empty list of participants means everybody",
         caught_by=("AD-10-empty-selector",),
-        patch=_mended(_empty_list_is_all),
+        patch=mended(_empty_list_is_all),
     ),
-    Defect(name="duplicates accepted", caught_by=("AD-10-duplicates",), patch=_mended(_unique)),
+    Defect(name="duplicates accepted", caught_by=("AD-10-duplicates",), patch=mended(_unique)),
     Defect(
-        name="a mutation without key accepted", caught_by=("AD-11-key-missing",), patch=_mended(_makes_keys)
+        name="a mutation without key accepted", caught_by=("AD-11-key-missing",), patch=mended(_makes_keys)
     ),
-    Defect(name="long keys are cut", caught_by=("AD-11-key-length",), patch=_mended(_shortens_keys)),
-    Defect(name="any character in a key", caught_by=("AD-11-key-ascii",), patch=_mended(_any_key)),
+    Defect(name="long keys are cut", caught_by=("AD-11-key-length",), patch=mended(_shortens_keys)),
+    Defect(name="any character in a key", caught_by=("AD-11-key-ascii",), patch=mended(_any_key)),
     Defect(
-        name="a deadline of zero means none", caught_by=("AD-25-deadline-range",), patch=_mended(_no_deadline)
+        name="a deadline of zero means none", caught_by=("AD-25-deadline-range",), patch=mended(_no_deadline)
     ),
     Defect(
         name="unknown field ignored at the top level",
@@ -178,7 +176,7 @@ DEFECTS = (
     ),
     Defect(
         name="overlapping operations are accepted",
-        caught_by=("AD-18-in-progress",),
+        caught_by=("AD-18-in-progress", "AD-18-profile-active"),
         patch=patched("iop.admin.planner.conflict_refusals", _nothing),
     ),
 )

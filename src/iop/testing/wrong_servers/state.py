@@ -171,7 +171,7 @@ DEFECTS = (
     ),
     Defect(
         name="wrong status for a stale epoch",
-        caught_by=("AD-14-second-resume", "AD-14-unknown-epoch"),
+        caught_by=("AD-14-second-resume", "AD-14-unknown-epoch", "AD-14-restore-epoch"),
         recipe=with_core(_StaleIsNotFound),
     ),
     Defect(
@@ -192,7 +192,7 @@ DEFECTS = (
     Defect(name="a resume ends every pause", caught_by=("AD-42-resume-ends-one",), patch=_patch_resume),
     Defect(
         name="a release needs no pause",
-        caught_by=("AD-43-needs-pause", "AD-43-release-restore"),
+        caught_by=("AD-43-needs-pause", "AD-43-release-restore", "AD-45-needs-quiesce"),
         patch=patched("iop.admin.legality.legality_of", _lax),
     ),
     Defect(
