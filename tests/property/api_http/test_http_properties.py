@@ -66,6 +66,7 @@ def feed(parts: list[bytes]) -> tuple[list[tuple[bytes, bytes, bytes]], bytes, R
 
 
 @pytest.mark.clause("SF-12")
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(min_value=0, max_value=1000), max_size=30))
 def test_any_split_of_requests_is_the_same_requests(cuts: list[int]) -> None:
     requests, _, _ = feed(cut(REQUESTS, cuts))
@@ -78,7 +79,7 @@ def test_any_split_of_requests_is_the_same_requests(cuts: list[int]) -> None:
 
 
 @pytest.mark.clause("SF-12")
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     cuts=st.lists(st.integers(min_value=0, max_value=1000), max_size=5),
     damage=st.lists(
@@ -103,6 +104,7 @@ def test_damaged_requests_are_refused_or_read_alike_and_leave_nothing(
 
 
 @pytest.mark.clause("SF-03")
+@settings(deadline=None)
 @given(
     before=st.dictionaries(st.text(max_size=8).filter(lambda key: key != "model"), JSON, max_size=3),
     after=st.dictionaries(st.text(max_size=8), JSON, max_size=3),
@@ -132,6 +134,7 @@ def test_splicing_changes_the_model_and_nothing_else(
     assert spliced.endswith(body[end:])
 
 
+@settings(deadline=None)
 @given(value=JSON, depth=st.integers(min_value=0, max_value=6))
 def test_depth_is_what_a_walk_says(value: Any, depth: int) -> None:
     def walk(item: Any) -> int:
@@ -145,6 +148,7 @@ def test_depth_is_what_a_walk_says(value: Any, depth: int) -> None:
 
 
 @pytest.mark.clause("SF-03")
+@settings(deadline=None)
 @given(
     value=st.dictionaries(st.text(max_size=5), JSON, max_size=3),
     cuts=st.lists(st.integers(min_value=0, max_value=999), max_size=9),
@@ -192,7 +196,7 @@ def watch_stream(parts: list[bytes]) -> tuple[bytes, SseEnding]:
 
 
 @pytest.mark.clause("SF-03", "SF-05", "SF-14")
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     events=st.lists(EVENT, max_size=6),
     tail=st.sampled_from(
@@ -220,7 +224,7 @@ def test_any_split_of_a_stream_gives_the_same_bytes_and_the_same_ending(
 
 
 @pytest.mark.clause("SF-14")
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     texts=st.lists(st.text(max_size=30), max_size=5),
     at=st.integers(min_value=0, max_value=2000),
@@ -248,6 +252,7 @@ def event_done(data: bytes) -> bool:
 
 
 @pytest.mark.clause("SF-15")
+@settings(deadline=None)
 @given(text=st.text(max_size=30), name=st.text(min_size=1, max_size=10))
 def test_renaming_changes_the_name_of_an_event_and_nothing_else(text: str, name: str) -> None:
     chunk = {"id": "x", "model": "dated", "choices": [{"delta": {"content": text}}]}
