@@ -15,6 +15,7 @@ from iop.adapters.ollama import OllamaAdapter
 from iop.adapters.openai_compat import OpenAICompatAdapter
 from iop.adapters.openengine.adapter import OpenEngineAdapter
 from iop.adapters.openengine.control import OpenEngineControl
+from iop.adapters.vllm.control import VllmControl
 from iop.core.errors import Unsupported
 from iop.wire.messages import AdapterConfig, OpenAICompatSettings, OpenEngineSettings
 
@@ -49,7 +50,9 @@ def _native(kind: type[NativeControl]) -> AdapterFactory:
     return make
 
 
-NATIVE_CONTROLS: Final[Mapping[str, type[NativeControl]]] = MappingProxyType({"llamacpp": LlamaCppControl})
+NATIVE_CONTROLS: Final[Mapping[str, type[NativeControl]]] = MappingProxyType(
+    {"llamacpp": LlamaCppControl, "vllm": VllmControl}
+)
 """Kinds that take admin steps over their own routes."""
 
 

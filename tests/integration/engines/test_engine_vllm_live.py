@@ -6,6 +6,7 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ async def harness(vllm: Engine) -> AsyncIterator[EngineHarness]:
 
 
 async def do(harness: EngineHarness, body: Step, *, operation: str = "op-1") -> StepResult:
-    call = step_call(harness.adapter, body, operation=operation)
+    call = replace(step_call(harness.adapter, body, operation=operation), timeout_s=120)
     return await harness.adapter.execute_step(call, lambda _: None)
 
 

@@ -124,7 +124,7 @@ class Launch:
             profiler=str(profiler.get("profiler") or ""),
             profile_dir=str(profiler.get("torch_profiler_dir") or ""),
             profiles_memory=profiler.get("torch_profiler_with_memory") is True,
-            device=str(_find(_section(config, "device_config"), "device_type") or ""),
+            device=str(_section(config, "device_config").get("device") or ""),
         )
 
 
