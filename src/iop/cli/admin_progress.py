@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,8 +31,9 @@ __all__ = ["EXIT_CANCELLED", "EXIT_FAILED", "Ended", "observe", "print_plan"]
 EXIT_FAILED: Final = 4
 EXIT_CANCELLED: Final = 5
 
-REATTACH_MAX: Final = 5
-"""How often a broken stream is taken up again before the command gives up; the operation goes on regardless."""
+REATTACH_WAITS_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
+"""Waits before a broken stream is taken up again, one for each try since the last event; a server that restarts needs
+seconds. Then the command gives up; the operation goes on regardless."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,7 +81,12 @@ class _View:
 
 
 async def observe(
-    client: AdminClient, events: AsyncIterator[AdminOperationEvent], *, as_json: bool, as_events: bool
+    client: AdminClient,
+    events: AsyncIterator[AdminOperationEvent],
+    *,
+    as_json: bool,
+    as_events: bool,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Ended:
     """Follow the events to the end and print. A stream that breaks after acceptance is taken up again (AD-22).
 
@@ -93,6 +100,7 @@ async def observe(
             try:
                 async with contextlib.aclosing(_generator(events)) as stream:
                     async for event in stream:
+                        attempts = 0
                         if as_events:
                             print_json(to_json(event))
                         view.show(event)
@@ -103,12 +111,14 @@ async def observe(
                             return await _finish(client, event, as_json=as_json and not as_events)
                 raise Unavailable("The stream of events ended without a terminal event.", reason="STREAM_CUT")
             except Unavailable:
-                attempts += 1
-                if not view.operation_id or attempts > REATTACH_MAX:
+                if not view.operation_id or attempts == len(REATTACH_WAITS_S):
                     if view.operation_id:
                         notes.print(f"it goes on: iop admin attach {view.operation_id}")
                     raise
-                notes.print(f"the stream broke; attaching again to {view.operation_id}")
+                if attempts == 0:
+                    notes.print(f"the stream broke; attaching again to {view.operation_id}")
+                await sleep(REATTACH_WAITS_S[attempts])
+                attempts += 1
                 events = client.watch(view.operation_id, after_sequence=view.last_sequence)
 
 

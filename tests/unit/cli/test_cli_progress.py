@@ -65,6 +65,10 @@ class ScriptedClient:
     def __init__(self, *scripts: Script) -> None:
         self._scripts = list(scripts)
         self.watched: list[int] = []
+        self.slept: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
 
     async def get(self, operation_id: str) -> AdminOperation:
         assert operation_id == "op-1"
@@ -77,7 +81,7 @@ class ScriptedClient:
 
 async def watch(script: Script, *later: Script, **more: Any) -> tuple[int, ScriptedClient]:
     client = ScriptedClient(*later)
-    options = {"as_json": False, "as_events": False, **more}
+    options = {"as_json": False, "as_events": False, "sleep": client.sleep, **more}
     ended = await observe(cast("AdminClient", client), play(script), **options)
     return ended.exit_code, client
 
@@ -100,6 +104,18 @@ async def test_a_broken_stream_is_taken_up_after_its_last_sequence() -> None:
     code, client = await watch([ACCEPTED, broken], [broken], [COMPLETED])
     assert code == 0
     assert client.watched == [1, 1]
+    assert client.slept == [0.5, 1.0]
+
+
+@pytest.mark.clause("AD-26")
+async def test_a_server_has_time_to_restart_and_each_event_starts_the_count_anew() -> None:
+    broken = Unavailable("connection reset")
+    code, client = await watch(
+        [ACCEPTED, broken], *[[broken]] * 6, [ACCEPTED, broken], *[[broken]] * 6, [COMPLETED]
+    )
+    assert code == 0
+    assert sum(client.slept[:7]) > 30
+    assert client.slept[:7] == client.slept[7:]
 
 
 async def test_a_stream_that_never_comes_back_is_an_error_that_says_how_to_go_on(
@@ -107,7 +123,7 @@ async def test_a_stream_that_never_comes_back_is_an_error_that_says_how_to_go_on
 ) -> None:
     broken = Unavailable("connection reset")
     with pytest.raises(Unavailable):
-        await watch([ACCEPTED, broken], *[[broken]] * 5)
+        await watch([ACCEPTED, broken], *[[broken]] * 7)
     assert "iop admin attach op-1" in capsys.readouterr().err
 
 
