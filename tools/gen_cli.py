@@ -9,7 +9,7 @@ from typing import Any
 
 import typer.main
 
-from iop.cli.main import app
+from iop.cli.main import build_app
 from iop.core.errors import STATUS_BY_CODE, IopError
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
@@ -48,7 +48,7 @@ def cell(text: object) -> str:
 def cli_page() -> str:
     """One section per command."""
     parts = [CLI_INTRO]
-    for path, command in commands(typer.main.get_command(app), "iop"):
+    for path, command in commands(typer.main.get_command(build_app(())), "iop"):
         parts.append(
             f"\n## {path}\n\n{(command.help or '').strip()}\n\n| option | meaning |\n| --- | --- |\n"
         )
