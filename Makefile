@@ -16,12 +16,14 @@ STRICT ?=
 SEEDS ?= 10000
 ADMIN_SEEDS ?= 1000
 SEED ?=
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS ?= frames packets edge node
 SIM := $(PYTEST) -p no:randomly -p no:cacheprovider --timeout 3600
 
 RUNTIME := $(VENV)/.iop-runtime
 DEV := $(VENV)/.iop-dev
 
-.PHONY: help setup run test test-slow lint types fmt clauses conformance check bench proto proto-check docs sim sim-planted lock clean
+.PHONY: help setup run test test-slow lint types fmt clauses conformance check bench proto proto-check docs sim sim-planted fuzz lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(lastword $(MAKEFILE_LIST)) | sort | sed -E 's/:.*## /\t/' | expand -t 14
@@ -88,6 +90,11 @@ sim: $(DEV)  ## the simulations on virtual time (SEEDS=10000 of the Edge, SEED=n
 
 sim-planted: $(DEV)  ## prove that the simulation's checks bite: every planted bug is caught
 	IOP_SIM_PLANTED=1 $(SIM) tests/sim/edge/test_edge_planted.py $(ARGS)
+
+fuzz: $(DEV)  ## fuzz what reads a peer's bytes, guided by coverage (FUZZ_SECONDS=60 for each target)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --require-hashes -r requirements/fuzz.txt
+	@for target in $(FUZZ_TARGETS); do echo "fuzzing: $$target"; \
+		$(BIN)/python tests/fuzz/fuzz_wire.py $$target -max_total_time=$(FUZZ_SECONDS) $(ARGS) || exit 1; done
 
 lock: $(DEV)  ## resolve the locks anew: versions and hashes, no index address
 	@bash tools/lock.sh "$(BIN)"

@@ -11,6 +11,7 @@ compile() { "$bin/python" -m uv pip compile --quiet "${options[@]}" "$@"; }
 compile pyproject.toml requirements/build.in -o requirements/runtime.txt
 compile pyproject.toml requirements/build.in --extra dev -c requirements/runtime.txt -o requirements/dev.txt
 compile pyproject.toml requirements/build.in --extra dev --extra docs -c requirements/dev.txt -o requirements/docs.txt
+compile pyproject.toml requirements/build.in --extra dev --extra fuzz -c requirements/dev.txt -o requirements/fuzz.txt
 
 if grep -nE '://|--(extra-)?index' requirements/*.txt; then
     echo "lock: an address got into a lock file" >&2
