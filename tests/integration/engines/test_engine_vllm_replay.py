@@ -1,0 +1,536 @@
+"""What vLLM's routes do not say by their status, each proven against recorded answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from engines_rig import EngineHarness, ask, config_of
+from replay_engine import Answer
+from vllm_replay import DEV, NOT_FOUND, PLAIN, VllmReplay
+
+from iop.adapters.base import Health
+from iop.adapters.native_adapter import NativeHttpAdapter
+from iop.adapters.vllm.control import VllmControl
+from iop.admin.enums import (
+    AdminErrorCode,
+    AdminOperationKind,
+    AdmissionPolicy,
+    BusyPolicy,
+    CacheKind,
+    CacheOutcome,
+    DrainTimeoutAction,
+    PauseMode,
+    ProfilerKind,
+    ResourceKind,
+    WeightFormat,
+    WeightRetention,
+)
+from iop.admin.requests import DiskSource, FileDigest, PauseSpec
+from iop.admin.results import ParticipantError
+from iop.admin.steps import (
+    ApplyWeightsStep,
+    CommitWeightsStep,
+    FlushStep,
+    PauseStep,
+    PrepareWeightsStep,
+    ReleaseStep,
+    RestoreStep,
+    ResumeStep,
+    StartProfileStep,
+    Step,
+    StepResult,
+    StopProfileStep,
+    UndoWeightsStep,
+    VerifyWeightsStep,
+)
+from iop.core.errors import PreconditionFailed, Unsupported
+from iop.testing import adapter_suite
+from iop.testing.adapter_suite import adapter_services, assert_all_ok, step_call
+from iop.wire.messages import OpenAICompatSettings
+
+Memory = Callable[[], Awaitable[int | None]]
+WEIGHTS = (ResourceKind.WEIGHTS,)
+BOTH = (ResourceKind.WEIGHTS, ResourceKind.KV_CACHE)
+FLUSH = FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL)
+
+
+async def not_measured() -> int | None:
+    return None
+
+
+@contextlib.asynccontextmanager
+async def in_front_of(engine: VllmReplay, memory: Memory = not_measured) -> AsyncIterator[NativeHttpAdapter]:
+    async with engine.upstream().serving() as upstream:
+        config = config_of("vllm", upstream.endpoint)
+        assert isinstance(config.settings, OpenAICompatSettings)
+        control = VllmControl(config.settings, adapter_services(), device_memory=memory)
+        adapter = NativeHttpAdapter(config, adapter_services(), control)
+        async with asyncio.TaskGroup() as tasks:
+            await adapter.start(tasks)
+            try:
+                await adapter.probe()
+                engine.forget()
+                yield adapter
+            finally:
+                await adapter.aclose()
+
+
+@pytest.fixture
+async def harness() -> AsyncIterator[EngineHarness]:
+    async with in_front_of(VllmReplay()) as adapter:
+        yield EngineHarness(adapter, "vllm")
+
+
+@pytest.mark.clause("AD-37", "AD-40", "AD-41")
+class TestSharedAdminSuite(adapter_suite.AdminSuite):
+    pass
+
+
+async def do(adapter: NativeHttpAdapter, body: Step) -> StepResult:
+    return await adapter.execute_step(step_call(adapter, body), lambda _: None)
+
+
+async def error_of(adapter: NativeHttpAdapter, body: Step) -> ParticipantError:
+    (outcome,) = (await do(adapter, body)).participants
+    assert outcome.error is not None
+    return outcome.error
+
+
+def pause(
+    mode: PauseMode, *, timeout_ms: int | None = None, then: DrainTimeoutAction | None = None
+) -> PauseStep:
+    return PauseStep(
+        pause=PauseSpec(
+            mode=mode, admission=AdmissionPolicy.QUEUE, drain_timeout_ms=timeout_ms, on_drain_timeout=then
+        )
+    )
+
+
+def release(
+    *kinds: ResourceKind, retention: WeightRetention = WeightRetention.OFFLOAD_TO_HOST
+) -> ReleaseStep:
+    return ReleaseStep(kinds=kinds, weight_retention=retention if ResourceKind.WEIGHTS in kinds else None)
+
+
+# ---- what is offered ----
+
+
+@pytest.mark.clause("AD-15")
+async def test_without_development_mode_only_the_gate_is_offered_and_the_way_out_told() -> None:
+    engine = VllmReplay()
+    for route in ("GET /is_paused", "POST /pause", "POST /reset_prefix_cache", "GET /server_info"):
+        engine.routes[route] = NOT_FOUND
+    engine.routes["GET /openapi.json"] = Answer.of({"paths": {"/health": {}, "/v1/models": {}}})
+    async with in_front_of(engine) as adapter:
+        (info,) = adapter.participants()
+        assert info.capabilities.operations == {AdminOperationKind.PAUSE, AdminOperationKind.RESUME}
+        assert info.capabilities.pause_modes == {PauseMode.DRAIN, PauseMode.ABORT}
+        assert "VLLM_SERVER_DEV_MODE=1" in adapter.capabilities.admin_refusal
+        with pytest.raises(Unsupported, match="VLLM_SERVER_DEV_MODE=1"):
+            await do(adapter, FLUSH)
+        assert_all_ok(await do(adapter, pause(PauseMode.DRAIN)))
+        assert engine.posts() == []
+
+
+@pytest.mark.clause("AD-15")
+async def test_an_engine_that_hides_its_routes_is_not_guessed_about() -> None:
+    engine = VllmReplay()
+    engine.routes["GET /openapi.json"] = NOT_FOUND
+    async with in_front_of(engine) as adapter:
+        (info,) = adapter.participants()
+        assert AdminOperationKind.FLUSH_CACHES not in info.capabilities.operations
+        assert "--disable-fastapi-docs" in adapter.capabilities.admin_refusal
+
+
+@pytest.mark.clause("AD-15", "AD-43")
+async def test_a_sleep_that_would_free_nothing_is_not_offered_and_never_sent() -> None:
+    engine = VllmReplay(sleep_mode=False)
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        engine.forget()
+        with pytest.raises(Unsupported, match="--enable-sleep-mode"):
+            await do(adapter, release(*BOTH))
+        assert engine.posts() == []
+
+
+@pytest.mark.clause("AD-35")
+async def test_a_restarted_engine_is_another_instance_that_is_not_paused() -> None:
+    engine = VllmReplay()
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        (before,) = adapter.participants()
+        engine.start_time, engine.is_paused = "1.79600999999e+09", False
+        (back,) = await adapter.read_back([before.participant_id])
+        assert back.paused is False
+        assert back.instance != before.instance
+        assert adapter.participants()[0].instance == back.instance
+
+
+async def test_a_refused_key_shows_in_the_health_and_not_as_an_engine() -> None:
+    engine = VllmReplay()
+    engine.routes["GET /v1/models"] = Answer(401, b'{"error":"Unauthorized"}')
+    async with in_front_of(engine) as adapter:
+        assert adapter.snapshot().health is Health.NOT_READY
+        assert adapter.participants() == ()
+
+
+@pytest.mark.clause("EN-61", "AD-15")
+async def test_what_the_engine_leaves_open_without_a_key_is_not_reached_through_a_tunnel() -> None:
+    """Its `--api-key` guards `/v1` only: a whole chat is served elsewhere, and every control route is open."""
+    engine = VllmReplay()
+    opened = [
+        name.split()[1]
+        for name, answer in PLAIN.matching("without a key").items()
+        if answer.status != 401 and "/v1/" not in name
+    ]
+    assert "/invocations" in opened
+    assert "/collective_rpc" in opened
+    async with in_front_of(engine) as adapter:
+        for path in opened:
+            tunnel = await ask(adapter, {}, operation="", path=path)
+            assert tunnel.error is not None
+            assert tunnel.error.before_start
+        assert engine.asked == []
+
+
+# ---- pause ----
+
+
+@pytest.mark.clause("AD-41")
+@pytest.mark.parametrize(
+    ("mode", "native"), [(PauseMode.DRAIN, "wait"), (PauseMode.ABORT, "abort"), (PauseMode.KEEP, "keep")]
+)
+async def test_pause_options_go_into_the_query_and_the_cache_stays(mode: PauseMode, native: str) -> None:
+    engine = VllmReplay()
+    async with in_front_of(engine) as adapter:
+        assert_all_ok(await do(adapter, pause(mode)))
+        (asked,) = [each for each in engine.asked if each.path == "/pause"]
+        assert asked.query == {"mode": native, "clear_cache": "false"}
+        assert asked.body is None
+
+
+@pytest.mark.clause("AD-37")
+async def test_a_pause_answered_but_not_in_force_fails() -> None:
+    engine = VllmReplay()
+    engine.routes["POST /pause"] = DEV["pause default (abort)"]
+    async with in_front_of(engine) as adapter:
+        error = await error_of(adapter, pause(PauseMode.ABORT))
+        assert error.code is AdminErrorCode.VERIFICATION_FAILED
+
+
+@pytest.mark.clause("AD-41")
+async def test_a_drain_out_of_time_never_calls_the_engines_endless_wait() -> None:
+    engine = VllmReplay()
+    engine.running = 1
+    async with in_front_of(engine) as adapter:
+        error = await error_of(adapter, pause(PauseMode.DRAIN, timeout_ms=50, then=DrainTimeoutAction.FAIL))
+        assert error.code is AdminErrorCode.DRAIN_TIMEOUT
+        assert engine.posts() == []
+        result = await do(adapter, pause(PauseMode.DRAIN, timeout_ms=50, then=DrainTimeoutAction.ABORT))
+        assert_all_ok(result)
+        assert result.work.aborted == 1
+        assert [each.query["mode"] for each in engine.asked if each.path == "/pause"] == ["abort"]
+
+
+@pytest.mark.clause("AD-41", "EN-95")
+async def test_a_paused_engine_is_sent_no_request_that_it_would_hold_for_ever() -> None:
+    engine = VllmReplay()
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.KEEP))
+        engine.forget()
+        tunnel = await ask(adapter, {"messages": []})
+        assert tunnel.error is not None
+        assert tunnel.error.code == "busy"
+        assert engine.asked == []
+
+
+# ---- caches ----
+
+
+@pytest.mark.clause("AD-37", "AD-40")
+async def test_a_refusal_inside_a_200_is_refused_not_cleared() -> None:
+    engine = VllmReplay()
+    engine.routes["POST /reset_prefix_cache"] = DEV["reset_prefix_cache while a request runs"]
+    async with in_front_of(engine) as adapter:
+        (outcome,) = (await do(adapter, FLUSH)).participants
+        assert outcome.error is not None
+        assert outcome.error.code is AdminErrorCode.REFUSED_BUSY
+        assert [cache.outcome for cache in outcome.caches] == [CacheOutcome.REFUSED]
+
+
+@pytest.mark.clause("AD-40")
+async def test_waiting_asks_again_until_it_is_cleared() -> None:
+    engine = VllmReplay()
+    answers = [DEV["reset_prefix_cache while a request runs"], DEV["reset_prefix_cache"]]
+    engine.routes["POST /reset_prefix_cache"] = lambda _: answers.pop(0)
+    async with in_front_of(engine) as adapter:
+        assert_all_ok(await do(adapter, FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.WAIT)))
+        assert answers == []
+
+
+@pytest.mark.clause("AD-40")
+async def test_resets_that_never_fail_are_sent_only_at_rest() -> None:
+    engine = VllmReplay()
+    engine.running = 1
+    flush = FlushStep(kinds=(CacheKind.MULTIMODAL, CacheKind.ENCODER), busy_policy=BusyPolicy.FAIL)
+    async with in_front_of(engine) as adapter:
+        (outcome,) = (await do(adapter, flush)).participants
+        assert {cache.outcome for cache in outcome.caches} == {CacheOutcome.REFUSED}
+        assert engine.posts() == []
+        engine.running = 0
+        assert_all_ok(await do(adapter, flush))
+        assert engine.posts() == ["/reset_mm_cache", "/reset_encoder_cache"]
+
+
+# ---- memory ----
+
+
+@pytest.mark.clause("AD-43")
+async def test_a_sleep_is_proven_by_state_and_by_freed_memory() -> None:
+    used = [8_000, 8_000, 3_000]
+
+    async def memory() -> int | None:
+        return used.pop(0) if len(used) > 1 else used[0]
+
+    engine = VllmReplay(sleep_mode=True)
+    async with in_front_of(engine, memory) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        result = await do(adapter, release(*BOTH))
+        assert_all_ok(result)
+        assert [amount.bytes for amount in result.participants[0].amounts] == [5_000]
+        (back,) = await adapter.read_back([adapter.participants()[0].participant_id])
+        assert back.released == set(BOTH)
+
+
+@pytest.mark.clause("AD-37", "AD-43")
+async def test_a_sleep_that_freed_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("iop.adapters.vllm.control.FREED_TIMEOUT_S", 0.05)
+
+    async def memory() -> int | None:
+        return 8_000
+
+    async with in_front_of(VllmReplay(sleep_mode=True), memory) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        assert (await error_of(adapter, release(*BOTH))).code is AdminErrorCode.VERIFICATION_FAILED
+
+
+@pytest.mark.clause("AD-37", "AD-43")
+async def test_a_sleep_answered_by_an_engine_that_stays_awake_fails() -> None:
+    engine = VllmReplay(sleep_mode=True)
+    engine.routes["POST /sleep"] = DEV["sleep level 1"]
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        assert (await error_of(adapter, release(*BOTH))).code is AdminErrorCode.VERIFICATION_FAILED
+
+
+@pytest.mark.clause("AD-43")
+async def test_memory_of_a_running_engine_is_not_touched() -> None:
+    engine = VllmReplay(sleep_mode=True)
+    async with in_front_of(engine) as adapter:
+        with pytest.raises(PreconditionFailed):
+            await do(adapter, release(*BOTH))
+        assert engine.posts() == []
+
+
+@pytest.mark.clause("AD-42")
+async def test_an_engine_asleep_is_not_resumed_although_it_would_serve() -> None:
+    engine = VllmReplay(sleep_mode=True)
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        await do(adapter, release(*BOTH))
+        engine.forget()
+        with pytest.raises(PreconditionFailed):
+            await do(adapter, ResumeStep())
+        assert engine.posts() == []
+
+
+@pytest.mark.clause("AD-44")
+async def test_waking_ends_the_pause_so_it_is_made_again() -> None:
+    engine = VllmReplay(sleep_mode=True)
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        await do(adapter, release(*BOTH))
+        engine.forget()
+        assert_all_ok(await do(adapter, RestoreStep(kinds=BOTH)))
+        assert engine.posts() == ["/wake_up", "/wake_up", "/wake_up", "/pause"]
+        (back,) = await adapter.read_back([adapter.participants()[0].participant_id])
+        assert back.paused is True
+        assert back.released == frozenset()
+
+
+@pytest.mark.clause("AD-44")
+async def test_discarded_weights_are_loaded_before_the_engine_wakes(tmp_path: Path) -> None:
+    engine = VllmReplay(sleep_mode=True)
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        await do(adapter, release(*BOTH, retention=WeightRetention.DISCARD))
+        with pytest.raises(PreconditionFailed):
+            await do(adapter, RestoreStep(kinds=BOTH))
+        engine.forget()
+        source = DiskSource(path=str(tmp_path), format=WeightFormat.SAFETENSORS)
+        assert_all_ok(await do(adapter, RestoreStep(kinds=BOTH, weight_source=source)))
+        assert engine.posts() == ["/wake_up", "/collective_rpc", "/wake_up", "/wake_up", "/pause"]
+
+
+# ---- weights ----
+
+
+def checkpoint_at(directory: Path, *, shape: tuple[int, ...] = (2, 2)) -> DiskSource:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text("{}")
+    save_file({"head": np.zeros(shape, np.float32)}, directory / "model.safetensors")
+    return DiskSource(path=str(directory), format=WeightFormat.SAFETENSORS)
+
+
+def update(kind: type, source: DiskSource) -> Step:
+    step: Step = kind(model="tiny", source=source, weight_version="v2")
+    return step
+
+
+@pytest.mark.clause("AD-32", "AD-45")
+async def test_what_an_engine_could_not_load_is_found_before_it_is_told(tmp_path: Path) -> None:
+    current = checkpoint_at(tmp_path / "current")
+    engine = VllmReplay(model_root=current.path)
+    other_shape = checkpoint_at(tmp_path / "other", shape=(3, 3))
+    good = checkpoint_at(tmp_path / "good")
+    cut = checkpoint_at(tmp_path / "cut")
+    path = Path(cut.path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    wrong_digest = DiskSource(
+        path=good.path,
+        format=WeightFormat.SAFETENSORS,
+        digests=(FileDigest(name="model.safetensors", sha256=bytes(32)),),
+    )
+    missing = DiskSource(path=str(tmp_path / "missing"), format=WeightFormat.SAFETENSORS)
+    async with in_front_of(engine) as adapter:
+        for kind in (PrepareWeightsStep, ApplyWeightsStep):
+            for bad, code in (
+                (missing, AdminErrorCode.SOURCE_UNAVAILABLE),
+                (cut, AdminErrorCode.SOURCE_UNAVAILABLE),
+                (other_shape, AdminErrorCode.SOURCE_MISMATCH),
+                (wrong_digest, AdminErrorCode.SOURCE_MISMATCH),
+            ):
+                (outcome,) = (await do(adapter, update(kind, bad))).participants
+                assert outcome.error is not None
+                assert outcome.error.code is code
+                assert not outcome.changed
+        assert engine.posts() == []
+        assert_all_ok(await do(adapter, update(PrepareWeightsStep, good)))
+
+
+@pytest.mark.clause("AD-37", "AD-38", "AD-45")
+async def test_a_reload_is_one_named_call_without_a_timeout_and_the_label_comes_last(
+    tmp_path: Path,
+) -> None:
+    engine = VllmReplay(model_root=checkpoint_at(tmp_path / "a").path)
+    source = checkpoint_at(tmp_path / "b")
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.DRAIN))
+        engine.forget()
+        assert_all_ok(await do(adapter, update(ApplyWeightsStep, source)))
+        (call,) = [each for each in engine.asked if each.path == "/collective_rpc"]
+        assert call.body == {"method": "reload_weights", "kwargs": {"weights_path": source.path}}
+        verified = await do(adapter, VerifyWeightsStep(model="tiny", weight_version="v2"))
+        assert_all_ok(verified)
+        assert verified.participants[0].content_digest
+        assert engine.posts()[-3:] == ["/resume", "/v1/completions", "/pause"]
+        assert "/update_weight_version" not in engine.posts()
+        assert {each.body["action"] for each in engine.asked if each.path == "/weight_checker"} == {
+            "checksum"
+        }
+        assert_all_ok(await do(adapter, CommitWeightsStep(model="tiny", weight_version="v2")))
+        assert engine.label == "v2"
+
+
+@pytest.mark.clause("AD-37")
+async def test_an_engine_that_dies_at_its_first_request_is_not_verified(tmp_path: Path) -> None:
+    engine = VllmReplay(model_root=checkpoint_at(tmp_path / "a").path)
+    engine.routes["POST /v1/completions"] = DEV["output after the failed reload"]
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.DRAIN))
+        error = await error_of(adapter, VerifyWeightsStep(model="tiny", weight_version="v2"))
+        assert error.code is AdminErrorCode.VERIFICATION_FAILED
+        assert engine.is_paused
+
+
+@pytest.mark.clause("AD-33", "AD-37")
+async def test_frozen_requests_are_not_let_run_for_a_probe() -> None:
+    engine = VllmReplay()
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.KEEP))
+        engine.forget()
+        assert_all_ok(await do(adapter, VerifyWeightsStep(model="tiny", weight_version="v2")))
+        assert engine.posts() == ["/weight_checker"]
+
+
+@pytest.mark.clause("AD-37")
+async def test_a_label_that_the_engine_does_not_report_fails_the_commit() -> None:
+    engine = VllmReplay()
+    engine.routes["POST /update_weight_version"] = DEV["update_weight_version"]
+    async with in_front_of(engine) as adapter:
+        error = await error_of(adapter, CommitWeightsStep(model="tiny", weight_version="v3"))
+        assert error.code is AdminErrorCode.VERIFICATION_FAILED
+
+
+@pytest.mark.clause("AD-32")
+async def test_an_undo_loads_the_previous_path_and_compares_its_checksum(tmp_path: Path) -> None:
+    current = checkpoint_at(tmp_path / "a")
+    engine = VllmReplay(model_root=current.path)
+    undo = UndoWeightsStep(model="tiny", previous_source=None, previous_weight_version="default")
+    async with in_front_of(engine) as adapter:
+        assert_all_ok(await do(adapter, undo))
+        assert engine.posts() == []
+        await do(adapter, update(ApplyWeightsStep, checkpoint_at(tmp_path / "b")))
+        assert_all_ok(await do(adapter, undo))
+        (_, back) = [each for each in engine.asked if each.path == "/collective_rpc"]
+        assert back.body["kwargs"] == {"weights_path": current.path}
+        await do(adapter, update(ApplyWeightsStep, checkpoint_at(tmp_path / "b")))
+        engine.routes["POST /weight_checker"] = Answer.of({"checksums": {"x": "00"}})
+        assert (await error_of(adapter, undo)).code is AdminErrorCode.ROLLBACK_FAILED
+
+
+@pytest.mark.clause("AD-45")
+async def test_a_reload_that_the_engine_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
+    engine = VllmReplay()
+    engine.routes["POST /collective_rpc"] = DEV["reload from a missing directory"]
+    async with in_front_of(engine) as adapter:
+        error = await error_of(adapter, update(ApplyWeightsStep, checkpoint_at(tmp_path / "b")))
+        assert "Repo id must be in the form" in error.message
+
+
+# ---- profiles ----
+
+
+@pytest.mark.clause("AD-46")
+async def test_profiles_are_found_by_their_prefix_and_a_second_one_is_refused(tmp_path: Path) -> None:
+    engine = VllmReplay(profile_dir=tmp_path)
+    start = StartProfileStep(profile_id="p-1", kinds=(ProfilerKind.CPU,), max_steps=5)
+    async with in_front_of(engine) as adapter:
+        assert_all_ok(await do(adapter, start))
+        (asked,) = [each for each in engine.asked if each.path == "/start_profile"]
+        assert asked.body["max_iterations"] == 5
+        (back,) = await adapter.read_back([adapter.participants()[0].participant_id])
+        assert back.profiles == {"p-1"}
+        (tmp_path / f"{asked.body['profile_prefix']}_rank0.trace.json.gz").write_bytes(b"trace")
+        (tmp_path / "somebody_elses.gz").write_bytes(b"x")
+        (outcome,) = (await do(adapter, StopProfileStep(profile_id="p-1"))).participants
+        assert [artifact.size_bytes for artifact in outcome.artifacts] == [5]
+        engine.routes["POST /start_profile"] = DEV["start_profile twice"]
+        second = StartProfileStep(profile_id="p-2", kinds=(ProfilerKind.CPU,))
+        assert (await error_of(adapter, second)).code is AdminErrorCode.REFUSED_BUSY
+
+
+@pytest.mark.clause("AD-46")
+async def test_a_stop_that_left_no_file_is_no_success(tmp_path: Path) -> None:
+    engine = VllmReplay(profile_dir=tmp_path)
+    async with in_front_of(engine) as adapter:
+        await do(adapter, StartProfileStep(profile_id="p-1", kinds=(ProfilerKind.CPU,)))
+        error = await error_of(adapter, StopProfileStep(profile_id="p-1"))
+        assert error.code is AdminErrorCode.VERIFICATION_FAILED
