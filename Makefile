@@ -23,7 +23,7 @@ SIM := $(PYTEST) -p no:randomly -p no:cacheprovider --timeout 3600
 RUNTIME := $(VENV)/.iop-runtime
 DEV := $(VENV)/.iop-dev
 
-.PHONY: help setup run test test-slow lint types fmt clauses conformance check bench proto proto-check docs sim sim-planted fuzz lock clean
+.PHONY: help setup run test test-slow lint types fmt clauses conformance check bench scale proto proto-check docs sim sim-planted fuzz lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(lastword $(MAKEFILE_LIST)) | sort | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,9 @@ conformance: $(DEV)  ## our servers, with every hook, and the wrong servers unde
 
 bench: $(DEV)  ## direct call against through-the-fleet, one table (ARGS="--json")
 	@$(BIN)/python bench/run.py $(ARGS)
+
+scale: $(DEV)  ## 1,000 Nodes, stopped readers and large uploads on one Edge: figures (ARGS="nodes --nodes 200")
+	@$(BIN)/python bench/fleet_scale.py $(ARGS)
 
 proto: $(DEV)  ## regenerate the protobuf bindings
 	$(BIN)/python tools/gen_proto.py

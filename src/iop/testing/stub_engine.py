@@ -58,6 +58,9 @@ class StubCall:
     async def write(self, *parts: bytes) -> None:
         """Write, and wait for room."""
         for part in parts:
+            if self.writer.is_closing():
+                # One of the loops says so by an error of another kind.
+                raise ConnectionResetError("the peer has left")
             self.writer.write(part)
             await self.writer.drain()
 
