@@ -206,6 +206,11 @@ class DispatchHandle:
         if self.attempt is not None:
             self.attempt.consumed(size_bytes)
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a KEEP pause holds the answer still (AD-41)."""
+        return self._frozen_at is not None
+
     def cancel(self, reason: CancelReason = CancelReason.CLIENT_GONE) -> None:
         """The caller left, or waited too long: end it (EN-56, SF-07).
 

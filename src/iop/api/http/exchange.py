@@ -169,6 +169,10 @@ class Exchange:
         self._on_deadline = on_deadline
         self._connection.set_deadline(self, deadline)
 
+    def after(self, delay_s: float, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once when so many seconds have passed; replaces what :meth:`set_deadline` set."""
+        self.set_deadline(self._connection.now() + delay_s, callback)
+
     def run(self, coroutine: Coroutine[Any, Any, None], *, name: str, is_eager: bool = False) -> None:
         """Answer from a task: it is cancelled when the caller leaves, and an error it raises becomes
         ``on_error``.

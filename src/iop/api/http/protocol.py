@@ -226,6 +226,10 @@ class HttpConnection(asyncio.Protocol):
         """The Date field, made once a second."""
         return self._server.date_line
 
+    def now(self) -> float:
+        """Monotonic seconds of the server's clock."""
+        return self._server.now()
+
     def set_deadline(self, exchange: Exchange, deadline: float) -> None:
         """Arm the current exchange's deadline (monotonic seconds)."""
         if exchange is self._current:

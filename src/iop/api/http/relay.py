@@ -19,6 +19,7 @@ from iop.api.http.errors import Dialect, error_event, error_of_stream
 from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList
 from iop.api.http.headers import accepts_coding, provider_headers
+from iop.api.http.pulse import beat_while_frozen
 from iop.api.http.rename import rename_event_models, rename_model
 from iop.api.http.splice import JsonWatch
 from iop.api.http.sse import SseEnding, SseWatcher
@@ -168,6 +169,11 @@ class Relay:
             )  # the name may be longer or shorter, so the length is not known yet
         else:
             self._exchange.start(status, out, length=length)
+            if is_events and (self._decoder is None or self._shows_decoded):
+                beat_while_frozen(self._exchange, self._is_frozen)
+
+    def _is_frozen(self) -> bool:
+        return self._handle is not None and self._handle.is_frozen
 
     def on_body(self, data: bytes) -> None:
         """Pass bytes on."""

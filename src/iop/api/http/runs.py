@@ -17,6 +17,7 @@ import orjson
 from iop.api.http.errors import Dialect, error_event, error_of_stream
 from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList
+from iop.api.http.pulse import beat_while_frozen
 from iop.core.errors import InvalidRequest, IopError
 from iop.edge.dispatch import DispatchHandle
 from iop.wire.messages import CancelReason, RunEvent, RunEventType, StreamError, Usage
@@ -206,6 +207,8 @@ class RunRelay:
         assert self._handle is not None, "no answer comes before dispatch has returned"
         headers = self._begin(self._exchange, self._handle, 200)
         self._exchange.start(200, [kind, *headers], length=length)
+        if kind is _SSE:
+            beat_while_frozen(self._exchange, lambda: self._handle is not None and self._handle.is_frozen)
 
     # ---- endings ----
 
