@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tool = load_tool("scripted_model")
     tool.make_model(directory, "sea", ANSWER)
     tool.make_model(directory, "hill", OTHER_ANSWER)
-    tool.make_model(directory, "endless", ANSWER, loops=True)
+    tool.make_model(directory, "endless", ANSWER, loops=True, context=65_536)
     return directory
 
 
@@ -118,17 +118,17 @@ def wait_for_http(url: str, process: subprocess.Popen[bytes], *, within_s: float
 @pytest.fixture(scope="session")
 def vllm(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """vLLM on CPU in development mode, from the virtual environment that `make engines-test` makes."""
-    running = os.environ.get("IOP_ENGINES_VLLM_ENDPOINT", "")
+    running = os.environ.get("ENGINES_VLLM_ENDPOINT", "")
     if running:
         # An engine kept running beside a developer's runs: it serves `endless`.
         yield Engine(endpoint=running, model="endless")
         return
-    python = os.environ.get("IOP_ENGINES_VLLM_PYTHON", "")
+    python = os.environ.get("ENGINES_VLLM_PYTHON", "")
     if not python:
         pytest.skip("real vLLM runs with `make engines-test`")
     directory = tmp_path_factory.mktemp("vllm")
     (directory / "profiles").mkdir()
-    port = int(os.environ.get("IOP_ENGINES_VLLM_PORT", "0")) or free_port()
+    port = int(os.environ.get("ENGINES_VLLM_PORT", "0")) or free_port()
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
             vllm_command(python, models / "endless", port, directory / "profiles"),

@@ -18,7 +18,7 @@ def main() -> None:
     params.model_alias = {name}
     params.hostnames = ["127.0.0.1"]
     params.port = 0
-    params.n_ctx = 8192
+    params.n_ctx = 131_072  # shared by the slots: long streams outlive what a test does meanwhile
     params.n_parallel = 2
     params.use_jinja = True
     params.endpoint_metrics = params.endpoint_slots = params.endpoint_props = True

@@ -1,0 +1,103 @@
+"""A real llama.cpp behind Edge and Node, used with the official clients and operated by the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+from engines_fleet import EngineFleet
+from engines_models import ANSWER, Engine
+from engines_rig import HELLO, WEATHER
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture
+async def sea(llamacpp_sea: Engine, tmp_path: Path) -> AsyncIterator[EngineFleet]:
+    async with EngineFleet(tmp_path / "sea", "llamacpp", llamacpp_sea) as fleet:
+        await fleet.open()
+        yield fleet
+
+
+@pytest.fixture
+async def endless(llamacpp: Engine, tmp_path: Path) -> AsyncIterator[EngineFleet]:
+    async with EngineFleet(tmp_path / "endless", "llamacpp", llamacpp) as fleet:
+        await fleet.open()
+        yield fleet
+
+
+@pytest.mark.clause("EN-55", "EN-60", "EN-65", "EN-85")
+async def test_the_official_clients_get_everything_that_the_engine_can(sea: EngineFleet) -> None:
+    messages = HELLO
+    async with openai.AsyncOpenAI(base_url=f"{sea.base_url}/v1", api_key="none", max_retries=0) as client:
+        chat = await client.chat.completions.create(model="fast", messages=messages)  # type: ignore[arg-type]
+        assert chat.choices[0].message.content == ANSWER
+        parts = await client.chat.completions.create(model="fast", messages=messages, stream=True)  # type: ignore[arg-type]
+        text = "".join([part.choices[0].delta.content or "" async for part in parts if part.choices])
+        assert text == ANSWER
+        called = await client.chat.completions.create(
+            model="fast",
+            messages=messages,  # type: ignore[arg-type]
+            tools=[WEATHER],  # type: ignore[list-item]
+        )
+        (call,) = called.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert json.loads(call.function.arguments) == {"city": "Oslo"}
+        response = await client.responses.create(model="fast", input="Hello")
+        assert response.output_text == ANSWER
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.embeddings.create(model="fast", input="x")
+        assert refused.value.status_code == 501
+    async with anthropic.AsyncAnthropic(base_url=sea.base_url, api_key="none", max_retries=0) as claude:
+        message = await claude.messages.create(model="fast", max_tokens=64, messages=messages)  # type: ignore[arg-type]
+        assert message.content[-1].text == ANSWER  # type: ignore[union-attr]
+        async with claude.messages.stream(model="fast", max_tokens=64, messages=messages) as stream:  # type: ignore[arg-type]
+            assert "".join([text async for text in stream.text_stream]) == ANSWER
+        count = await claude.messages.count_tokens(model="fast", messages=messages)  # type: ignore[arg-type]
+        assert count.input_tokens > 0
+
+
+@pytest.mark.clause("EN-56", "AD-37", "AD-40", "AD-41", "AD-42")
+async def test_cancel_pause_and_flush_reach_the_engine(endless: EngineFleet, llamacpp: Engine) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{endless.base_url}/v1", api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(model="fast", messages=HELLO, stream=True)  # type: ignore[arg-type]
+        await anext(aiter(stream))
+        assert await busy_slots(llamacpp) == 1
+        await stream.close()
+        async with asyncio.timeout(1.0):
+            while await busy_slots(llamacpp):
+                pass
+        stream = await client.chat.completions.create(model="fast", messages=HELLO, stream=True)  # type: ignore[arg-type]
+        await anext(aiter(stream))
+        code, refused = await endless.admin("flush", "--all", "--kind", "prefix", "--busy", "fail")
+        assert code == 4, refused
+        assert "at work" in json.dumps(refused)
+        code, kept = await endless.admin("pause", "--all", "--mode", "keep")
+        assert code == 3, kept
+        code, paused = await endless.admin("pause", "--all", "--mode", "abort", "--admission", "reject")
+        assert code == 0, paused
+        assert paused["result"]["pause"]["aborted"] == 1
+        assert await busy_slots(llamacpp) == 0
+        with pytest.raises(openai.APIStatusError):
+            await client.chat.completions.create(model="fast", messages=HELLO)  # type: ignore[arg-type]
+        code, cleared = await endless.admin("flush", "--all", "--kind", "prefix", "--busy", "fail")
+        assert code == 0, cleared
+        epoch = str(paused["result"]["pause"]["pause_epoch"])
+        code, resumed = await endless.admin("resume", "--epoch", epoch)
+        assert code == 0, resumed
+        chat = await client.chat.completions.create(model="fast", messages=HELLO, max_tokens=4)  # type: ignore[arg-type]
+        assert chat.choices[0].message.content
+
+
+async def busy_slots(engine: Engine) -> int:
+    def ask() -> int:
+        with urllib.request.urlopen(f"{engine.endpoint}/slots", timeout=5) as answer:
+            return sum(slot["is_processing"] for slot in json.load(answer))
+
+    return await asyncio.to_thread(ask)

@@ -1,0 +1,81 @@
+"""A real vLLM behind Edge and Node: a KEEP pause, a flush and a weight swap by the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+from engines_fleet import EngineFleet
+from engines_models import ANSWER, Engine
+from engines_rig import HELLO, WEATHER
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+async def fleet(vllm: Engine, tmp_path: Path) -> AsyncIterator[EngineFleet]:
+    async with EngineFleet(tmp_path / "fleet", "vllm", vllm) as made:
+        await made.open()
+        yield made
+
+
+async def text_of(stream: openai.AsyncStream[openai.types.chat.ChatCompletionChunk]) -> str:
+    return "".join([part.choices[0].delta.content or "" async for part in stream if part.choices])
+
+
+@pytest.mark.clause("AD-32", "AD-33", "AD-37", "AD-40", "AD-41", "AD-42", "AD-45")
+async def test_a_fleet_with_vllm_freezes_swaps_and_goes_on(fleet: EngineFleet, models: Path) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0) as client:
+
+        async def chat(tokens: int) -> str:
+            made = await client.chat.completions.create(
+                model="fast",
+                messages=HELLO,  # type: ignore[arg-type]
+                max_tokens=tokens,
+                temperature=0,
+            )
+            return made.choices[0].message.content or ""
+
+        assert ANSWER in await chat(40)
+        called = await client.chat.completions.create(model="fast", messages=HELLO, tools=[WEATHER])  # type: ignore[arg-type,list-item]
+        assert called.choices[0].message.tool_calls
+        stream = await client.chat.completions.create(
+            model="fast",
+            messages=HELLO,  # type: ignore[arg-type]
+            max_tokens=3000,
+            temperature=0,
+            stream=True,
+        )
+        first = (await anext(aiter(stream))).choices[0].delta.content or ""
+        code, busy = await fleet.admin("flush", "--all", "--kind", "prefix", "--busy", "fail")
+        assert code == 4, busy
+        code, paused = await fleet.admin("pause", "--all", "--mode", "keep")
+        assert code == 0, paused
+        assert paused["result"]["pause"]["kept"] == 1
+        epoch = str(paused["result"]["pause"]["pause_epoch"])
+        code, resumed = await fleet.admin("resume", "--epoch", epoch)
+        assert code == 0, resumed
+        frozen = first + await text_of(stream)
+        assert frozen == await chat(3000)
+
+        code, released = await fleet.admin("release", "--all", "--kind", "weights", "--retention", "discard")
+        assert code == 3, released
+        code, swapped = await fleet.admin(*update(models / "hill", "hill-1"))
+        assert code == 0, swapped
+        assert ANSWER not in await chat(40)
+        code, refused = await fleet.admin(*update(models / "none", "none-1"))
+        assert code == 4, refused
+        assert ANSWER not in await chat(40)
+        code, back = await fleet.admin(*update(models / "endless", "sea-2"))
+        assert code == 0, back
+        assert ANSWER in await chat(40)
+        code, profile = await fleet.admin("profile")
+        assert code == 0
+        assert "sea-2" in json.dumps(profile)
+
+
+def update(path: Path, version: str) -> tuple[str, ...]:
+    return ("update-weights", "--model", "fast", "--disk", str(path), "--version", version, "--mode", "drain")
