@@ -19,7 +19,7 @@ from iop.admin.results import OperationPlan
 from iop.cli import admin_options as option
 from iop.cli.admin_progress import observe, print_plan
 from iop.cli.output import data, exit_with, print_error, print_json
-from iop.cli.records import describe_result, to_json
+from iop.cli.records import describe, describe_result, to_json
 from iop.cli.targets import find_endpoint
 from iop.client.admin import AdminClient, AdminTarget, ClientTls, StreamingMutation
 from iop.core.errors import IopError
@@ -196,8 +196,8 @@ async def _submit(call: Call, request: Mutation) -> int:
         elif call.as_json:
             print_json(to_json(answer))
         else:
-            for key, value in to_json(answer).items():
-                data.print(f"{key}: {value}")
+            for line in describe(answer):
+                data.print(line)
         return 0
     ended = await observe(
         call.client, call.client.submit(request), as_json=call.as_json, as_events=call.as_events

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from typing import Any, get_args
+from typing import Any, assert_never, get_args
 
 from iop.admin.results import (
     AdminOperation,
@@ -24,10 +24,12 @@ from iop.admin.results import (
     ResourceAmount,
     RestoreResourcesResult,
     ResumeResult,
+    StartProfileResult,
+    StopProfileResult,
     UpdateWeightsResult,
 )
 
-__all__ = ["describe_result", "event_name", "to_json"]
+__all__ = ["describe", "describe_result", "event_name", "to_json"]
 
 _RESULTS = get_args(OperationResult)
 _EVENTS = {
@@ -80,7 +82,25 @@ def _result_name(result: object) -> str:
 
 def describe_result(operation: AdminOperation) -> list[str]:
     """What a finished operation did, in lines for people."""
-    result = operation.result
+    return describe(operation.result)
+
+
+def describe(result: OperationResult | None) -> list[str]:
+    """What an operation did, in lines for people; with the command that goes on from there."""
+    if isinstance(result, StartProfileResult):
+        return [
+            f"recording: profile {result.profile_id} on {', '.join(result.participant_ids)}",
+            f"to end it: iop admin profile-stop {result.profile_id}",
+        ]
+    if isinstance(result, StopProfileResult):
+        return [
+            f"recorded: profile {result.profile_id}",
+            *(
+                f"  {item.participant_id}: {item.kind.name.lower()} {item.uri}"
+                f" ({item.media_type}, {item.size_bytes} bytes, sha256 {item.sha256.hex()})"
+                for item in result.artifacts
+            ),
+        ]
     if isinstance(result, PauseResult):
         return [
             f"paused: epoch {result.pause_epoch}, mode {result.mode.name.lower()};"
@@ -121,7 +141,9 @@ def describe_result(operation: AdminOperation) -> list[str]:
             f" {change.effective_value} {change.detail}".rstrip()
             for change in result.changes
         ]
-    return [] if result is None else [f"{key}: {value}" for key, value in to_json(result).items()]
+    if result is None:
+        return []
+    assert_never(result)
 
 
 def _amounts(amounts: tuple[ResourceAmount, ...]) -> list[str]:

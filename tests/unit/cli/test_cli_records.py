@@ -8,6 +8,7 @@ from iop.admin.enums import (
     CacheKind,
     CacheOutcome,
     PauseMode,
+    ProfilerKind,
     ResourceKind,
 )
 from iop.admin.results import (
@@ -18,12 +19,15 @@ from iop.admin.results import (
     OperationCompleted,
     OperationResult,
     PauseResult,
+    ProfileArtifact,
     ReleaseResourcesResult,
     ResourceAmount,
     RestoreResourcesResult,
     ResumeResult,
+    StartProfileResult,
+    StopProfileResult,
 )
-from iop.cli.records import describe_result, to_json
+from iop.cli.records import describe, describe_result, to_json
 from iop.core.ids import OperationId, ParticipantId
 
 
@@ -97,3 +101,29 @@ def test_people_are_told_what_to_do_next() -> None:
     )
     assert describe_result(operation(FlushCachesResult(caches=(cache,)))) == ["n/e/0: prefix refused (busy)"]
     assert describe_result(operation(None)) == []
+
+
+def test_profiles_are_told_in_lines_and_with_the_way_on() -> None:
+    started = StartProfileResult(
+        operation_id=OperationId("op-1"),
+        profile_id="prof-1",
+        started_at_unix_nanos=5,
+        participant_ids=(ParticipantId("n/e/0"), ParticipantId("n/e/1")),
+    )
+    assert describe(started) == [
+        "recording: profile prof-1 on n/e/0, n/e/1",
+        "to end it: iop admin profile-stop prof-1",
+    ]
+    artifact = ProfileArtifact(
+        participant_id=ParticipantId("n/e/0"),
+        kind=ProfilerKind.CPU,
+        uri="iop-artifact:a",
+        media_type="application/json",
+        size_bytes=7,
+        sha256=b"\xab",
+    )
+    stopped = StopProfileResult(operation_id=OperationId("op-2"), profile_id="prof-1", artifacts=(artifact,))
+    assert describe(stopped) == [
+        "recorded: profile prof-1",
+        "  n/e/0: cpu iop-artifact:a (application/json, 7 bytes, sha256 ab)",
+    ]
