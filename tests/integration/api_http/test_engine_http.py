@@ -171,6 +171,8 @@ async def test_completions_take_many_prompts_echo_and_stream(place: Place) -> No
         ({"tools": [{"type": "function"}]}, "unsupported_field", "tools"),
         ({"model": None}, "invalid_request", "model"),
         ({"stream_options": {"include_usage": True}}, "invalid_request", "stream_options"),
+        ({"logprobs": True, "top_logprobs": 99}, "invalid_request", "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, "context_exceeded", "messages"),
     ],
 )
 async def test_a_bad_field_is_a_clear_400(
@@ -185,6 +187,15 @@ async def test_a_bad_field_is_a_clear_400(
     if param is not None:
         assert error["param"] == param
         assert param.partition("[")[0] in error["message"]
+
+
+@pytest.mark.clause("SF-06")
+async def test_a_bad_token_id_is_told_by_the_bodys_own_field(place: Place) -> None:
+    body = json.dumps({"model": place.model, "prompt": [999_999]}).encode()
+    status, _, answer = await place.post("/v1/completions", body)
+    error = json.loads(answer)["error"]
+    assert (status, error["param"]) == (400, "prompt")
+    assert "`prompt`" in error["message"]
 
 
 @pytest.mark.clause("SF-06")

@@ -8,7 +8,7 @@ and with it the generation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -243,10 +243,33 @@ class EngineHttp:
         request_id = self._request_id(exchange).encode("ascii")
         answer = _Answer(exchange, shape, is_stream=bool(body.stream), request_id=request_id)
         exchange.release_body()  # what is needed of it has been read into the request
-        exchange.run(answer.give(self._engine, runs), name=f"answer-{shape.answer_id}")
+        names = _CHAT_NAMES if isinstance(body, ChatBody) else _COMPLETION_NAMES
+        exchange.run(
+            _in_the_bodys_words(names, answer.give(self._engine, runs)), name=f"answer-{shape.answer_id}"
+        )
 
     def _request_id(self, exchange: Exchange) -> str:
         return request_id_of(exchange.head) or self._make_id()
+
+
+_CHAT_NAMES: Final = {"prompt": "messages", "logprobs": "top_logprobs"}
+_COMPLETION_NAMES: Final = {"token_ids": "prompt"}
+"""Fields of the engine's own request, by the names that they have in the body."""
+
+
+async def _in_the_bodys_words(names: Mapping[str, str], work: Awaitable[None]) -> None:
+    """Name the field that the caller wrote, where the engine knows it by another name."""
+    try:
+        await work
+    except InvalidRequest as error:
+        field = error.details.get("field", "")
+        if field not in names:
+            raise
+        raise InvalidRequest(
+            error.message.replace(f"`{field}`", f"`{names[field]}`"),
+            reason=error.reason,
+            details={**error.details, "field": names[field]},
+        ) from error
 
 
 class _Answer:
