@@ -36,6 +36,8 @@ def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
     if children is None:
         yield path, command
         return
+    if command.invoke_without_command:
+        yield path, command
     for name in children:
         yield from commands(children[name], f"{path} {name}")
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from iop.cli.node_command import node_command
 from iop.cli.output import data, exit_with, notes
 from iop.obs import LogFormat, configure_logging
 
@@ -54,7 +55,10 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the tree."""
     app.command("up")(up)
     app.command("edge")(edge)
-    app.command("node")(node)
+    node_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+    node_app.callback()(node)
+    node_app.command("command")(node_command)
+    app.add_typer(node_app, name="node")
     app.command("engine")(engine)
 
 
@@ -146,7 +150,8 @@ def edge(
 
 
 def node(
-    config: Annotated[Path, typer.Option("--config", help="node.yaml.")],
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option("--config", help="node.yaml; the daemon needs it.")] = None,
     ready_file: ReadyFile = None,
     log_format: Format = _Format.AUTO,
     log_level: Level = _Level.INFO,
@@ -157,6 +162,10 @@ def node(
 
     Example: iop node --config node.yaml
     """
+    if context.invoked_subcommand is not None:
+        return
+    if config is None:
+        raise typer.BadParameter("the daemon needs a config", ctx=context, param_hint="--config")
     from iop.app.node import node_role
     from iop.app.process import run_role
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Final
+from urllib.parse import quote
 
 import httpx2
 
@@ -50,6 +51,12 @@ class OpsClient:
     def explain(self, request_id: str) -> dict[str, Any]:
         """One recent request. Raises NotFound."""
         return self._get(f"/explain/{request_id}", {})
+
+    def command(self, node: str, what: str, *, adapter: str = "") -> dict[str, Any]:
+        """A Node's answer, through its Edge (EN-75). Raises NotFound, or Unavailable when the Node is not ready."""
+        return self._get(
+            f"/nodes/{quote(node, safe='')}/{quote(what, safe='')}", {"adapter": adapter} if adapter else {}
+        )
 
     def plan_config(self, text: str) -> dict[str, Any]:
         """What a config would change. Raises ConfigInvalid with every problem."""

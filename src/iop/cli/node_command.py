@@ -1,0 +1,69 @@
+"""``iop node command``: ask a Node through its Edge (EN-75). It shares its first word with the daemon, ``iop node``."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from iop.cli.output import data, print_json, print_rows
+
+__all__ = ["NodeQuestion", "node_command"]
+
+
+class NodeQuestion(StrEnum):
+    """What a Node answers."""
+
+    USAGE = "usage"
+    CAPABILITIES = "capabilities"
+    SESSIONS = "sessions"
+    TRANSPORT = "transport"
+    PROVIDERS = "providers"
+
+
+def node_command(
+    node: Annotated[str, typer.Argument(help="The Node's id, as iop status shows it.")],
+    question: Annotated[NodeQuestion, typer.Argument(help="What to ask.")],
+    adapter: Annotated[str, typer.Option("--adapter", help="Only about this adapter of the Node.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target", metavar="HOST:PORT", help="The Edge's ops listener; else the one that runs here."
+        ),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option("--token", metavar="REF", help="file:PATH, env:NAME, none, or viewer|operator|admin."),
+    ] = None,
+) -> None:
+    """Ask a Node, through its Edge, about its work, its adapters or its connection.
+
+    Example: iop node command gpu-1 transport
+    """
+    from iop.cli.targets import find_endpoint
+    from iop.client.ops import OpsClient, OpsTarget
+
+    endpoint = find_endpoint("ops", target=target, token=token, role="viewer")
+    client = OpsClient(OpsTarget(address=endpoint.address, token=endpoint.token))
+    shown = client.command(node, question.value, adapter=adapter)
+    if as_json:
+        print_json(shown)
+        return
+    if not shown["ok"]:
+        data.print(f"{node} could not say: {shown['reason']}")
+    print_rows(("figure", "value"), sorted(shown["figures"].items()), empty="no figures")
+    if shown["providers"]:
+        data.print("")
+        print_rows(("provider", "figure", "value"), _provider_rows(shown["providers"]), empty="")
+
+
+def _provider_rows(providers: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    rows = []
+    for provider in providers:
+        name = str(provider.get("provider_id") or provider.get("name") or provider.get("id") or "")
+        figures = {key: value for key, value in provider.items() if key != "capabilities"}
+        figures |= provider.get("capabilities") or {}
+        rows += [(name, key, str(value)) for key, value in sorted(figures.items()) if value not in ("", None)]
+    return rows
