@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import grpc
 
 from iop.conformance.bench import SETTLE_TIMEOUT_S, Bench
 from iop.conformance.hooks import HookName
+from iop.conformance.messages import pb
 from iop.conformance.model import CheckNotRun, check, require
 from iop.conformance.offer import Offer
 from iop.conformance.wire import Answer
@@ -20,7 +24,64 @@ def _need_hook(bench: Bench) -> None:
         raise CheckNotRun("needs --hook fail-rank=CMD")
 
 
-def _failed(answer: Answer, asked: Sequence[str]) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Aftermath:
+    """What a partial failure left.
+
+    Attributes:
+        error: of the terminal event; it names who failed.
+        operation: the whole state of the operation.
+        profile: read while the rank still failed; if the server died with its rank, after it came back.
+        is_restarted: the latter, so that its participants may have been reconciled meanwhile.
+    """
+
+    error: Any
+    operation: Any
+    profile: Any
+    is_restarted: bool
+
+
+async def _fail(bench: Bench, rpc: str, request: Any, asked: Sequence[str]) -> _Aftermath:
+    """Make a request while a rank fails, which must fail and name it.
+
+    Raises:
+        CheckFailed: it succeeds, or says less than it must.
+        CheckNotRun: the server died before it could say anything.
+    """
+    seen: Any = None
+    async with bench.failing_rank():
+        answer = await bench.call(rpc, request, timeout_s=SETTLE_TIMEOUT_S)
+        operation_id = answer.operation_id
+        if answer.is_ok or not operation_id or answer.code is not grpc.StatusCode.UNAVAILABLE:
+            error = _error_of(answer, asked)
+            seen = await _seen(bench, operation_id)
+    # A server may go down with its rank; what it said, it must still say when it is back.
+    is_restarted = seen is None
+    if is_restarted:
+        told = await bench.watch(operation_id)
+        if told.terminal.HasField("completed"):
+            raise CheckNotRun("the server died with its rank, and completed the operation when it was back")
+        error = _error_of(told, asked)
+        seen = (await bench.get(operation_id), await bench.profile())
+    operation, profile = seen
+    with_error = {p.participant_id for p in operation.participants if p.HasField("error")}
+    silent = set(error.participants) - with_error
+    require(
+        not silent, saw=f"{sorted(silent)} failed without an error of their own", wants="each one's error"
+    )
+    return _Aftermath(error=error, operation=operation, profile=profile, is_restarted=is_restarted)
+
+
+async def _seen(bench: Bench, operation_id: str) -> tuple[Any, Any] | None:
+    """Operation and profile, or None where nobody answers any more."""
+    operation = await bench.call("GetOperation", pb.GetAdminOperationRequest(operation_id=operation_id))
+    profile = await bench.call("GetAdminProfile", pb.GetAdminProfileRequest())
+    if grpc.StatusCode.UNAVAILABLE in {operation.code, profile.code}:
+        return None
+    return operation.message, profile.message
+
+
+def _error_of(answer: Answer, asked: Sequence[str]) -> Any:
     """The error of a partial failure, which must name who failed."""
     end = answer.terminal
     require(
@@ -38,25 +99,17 @@ def _failed(answer: Answer, asked: Sequence[str]) -> Any:
     return error
 
 
-async def _told_per_rank(bench: Bench, answer: Answer, error: Any) -> None:
-    operation = await bench.get(answer.operation_id)
-    with_error = {p.participant_id for p in operation.participants if p.HasField("error")}
-    silent = set(error.participants) - with_error
-    require(
-        not silent, saw=f"{sorted(silent)} failed without an error of their own", wants="each one's error"
-    )
-
-
-async def _left_as_told(bench: Bench, answer: Answer, error: Any, revision: int) -> None:
-    profile = await bench.profile()
+def _is_as_told(left: _Aftermath, revision: int) -> None:
+    """The error says what was left, and that is what is there."""
+    error, profile = left.error, left.profile
     ill = {p.participant_id for p in profile.participants if p.quarantined}
     require(
-        set(error.quarantined) <= ill,
+        left.is_restarted or set(error.quarantined) <= ill,
         saw=f"{list(error.quarantined)} said to be quarantined, {sorted(ill)} shown",
         wants="what the error says",
     )
-    left = [p.pause_epoch for p in profile.pauses if p.operation_id == answer.operation_id]
-    require(not left, saw=f"the pause {left} of a failed operation in force", wants="it undone (AD-29)")
+    pauses = [p.pause_epoch for p in profile.pauses if p.operation_id == left.operation.operation_id]
+    require(not pauses, saw=f"the pause {pauses} of a failed operation in force", wants="it undone (AD-29)")
     require(
         error.rolled_back != bool(error.quarantined),
         saw=f"rolled_back={error.rolled_back} with {list(error.quarantined)} quarantined",
@@ -81,13 +134,9 @@ async def a_partial_pause_fails_closed(bench: Bench) -> None:
     _need_hook(bench)
     offer = await bench.offer()
     offer.need("Pause", "Resume")
-    revision = offer.profile.revision
-    async with bench.failing_rank():
-        request = offer.pause(bench.key(), deadline_ms=DEADLINE_MS)
-        answer = await bench.call("Pause", request, timeout_s=SETTLE_TIMEOUT_S)
-        error = _failed(answer, offer.ids("Pause"))
-        await _told_per_rank(bench, answer, error)
-        await _left_as_told(bench, answer, error, revision)
+    request = offer.pause(bench.key(), deadline_ms=DEADLINE_MS)
+    left = await _fail(bench, "Pause", request, offer.ids("Pause"))
+    _is_as_told(left, offer.profile.revision)
 
 
 @check("AD-31-healed", clauses=["AD-29"], timeout_s=200.0)
@@ -96,9 +145,8 @@ async def a_retry_heals(bench: Bench) -> None:
     _need_hook(bench)
     offer = await bench.offer()
     offer.need("Pause", "Resume")
-    async with bench.failing_rank():
-        request = offer.pause(bench.key(), deadline_ms=DEADLINE_MS)
-        _failed(await bench.call("Pause", request, timeout_s=SETTLE_TIMEOUT_S), offer.ids("Pause"))
+    request = offer.pause(bench.key(), deadline_ms=DEADLINE_MS)
+    await _fail(bench, "Pause", request, offer.ids("Pause"))
     again = await bench.call("Pause", offer.pause(bench.key()), timeout_s=SETTLE_TIMEOUT_S)
     epoch = again.completed.result.pause.pause_epoch
     ill = [p.participant_id for p in (await bench.profile()).participants if p.quarantined]
@@ -114,16 +162,13 @@ async def a_partial_flush_is_no_success(bench: Bench) -> None:
     _need_hook(bench)
     offer = await bench.offer()
     offer.need("FlushCaches")
-    async with bench.failing_rank():
-        request = offer.flush(bench.key(), deadline_ms=DEADLINE_MS)
-        answer = await bench.call("FlushCaches", request, timeout_s=SETTLE_TIMEOUT_S)
-        error = _failed(answer, offer.ids("FlushCaches"))
-        await _told_per_rank(bench, answer, error)
+    request = offer.flush(bench.key(), deadline_ms=DEADLINE_MS)
+    await _fail(bench, "FlushCaches", request, offer.ids("FlushCaches"))
 
 
 @check("AD-32-partial-update", clauses=["AD-31", "AD-38"], timeout_s=240.0)
 async def a_partial_update_is_undone(bench: Bench) -> None:
-    """An update of which one rank fails: the old version stays published, ranks old or quarantined, the retry works."""
+    """An update of which one rank fails: the old version stays, ranks old or quarantined, and the retry works."""
     _need_hook(bench)
     offer = await bench.offer()
     offer.need("UpdateWeights")
@@ -131,25 +176,18 @@ async def a_partial_update_is_undone(bench: Bench) -> None:
         raise CheckNotRun("needs --checkpoint-a PATH and --checkpoint-b PATH")
     first, second = bench.target.checkpoints
     before = _version(offer)
-    async with bench.failing_rank():
-        request = offer.update(bench.key(), version=bench.key(), path=second, deadline_ms=DEADLINE_MS)
-        answer = await bench.call("UpdateWeights", request, timeout_s=SETTLE_TIMEOUT_S)
-        error = _failed(answer, offer.ids("UpdateWeights"))
-        await _told_per_rank(bench, answer, error)
-        now = await bench.offer()
-        require(
-            _version(now) == before, saw=f"version {_version(now)} published", wants=f"{before}, as before"
-        )
-        mixed = [
-            p.participant_id
-            for p in now.participants
-            if p.weight_version == request.weight_version and not p.quarantined
-        ]
-        require(
-            not mixed,
-            saw=f"{mixed} at the failed version and not quarantined",
-            wants="all old, or quarantined",
-        )
+    request = offer.update(bench.key(), version=bench.key(), path=second, deadline_ms=DEADLINE_MS)
+    left = await _fail(bench, "UpdateWeights", request, offer.ids("UpdateWeights"))
+    now = Offer(left.profile)
+    require(_version(now) == before, saw=f"version {_version(now)} published", wants=f"{before}, as before")
+    mixed = [
+        p.participant_id
+        for p in now.participants
+        if p.weight_version == request.weight_version and not p.quarantined
+    ]
+    require(
+        not mixed, saw=f"{mixed} at the failed version and not quarantined", wants="all old, or quarantined"
+    )
     for path in (second, first):
         retry = (await bench.offer()).update(bench.key(), version=bench.key(), path=path)
         done = await bench.call("UpdateWeights", retry, timeout_s=SETTLE_TIMEOUT_S)
