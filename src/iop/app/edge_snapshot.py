@@ -137,6 +137,7 @@ def _model(model: Model, now_unix_s: int) -> ModelSpec:
             paused_timeout_s=model.queue.paused_timeout_sec,
         ),
         response_model=model.response_model,
+        conversion_drops=frozenset(model.conversion_drops),
         created_unix_s=now_unix_s,
     )
 

@@ -393,6 +393,12 @@ class Model:
     response_model: Literal["provider", "alias"] = field(
         default="provider", metadata=_doc("whose model name answers carry (SF-15)")
     )
+    conversion_drops: tuple[str, ...] = field(
+        default=(),
+        metadata=_doc(
+            "request fields let go where a provider speaks another dialect and cannot say them (SF-10)"
+        ),
+    )
     providers: tuple[ModelProvider, ...] = field(metadata=_doc("candidates, at least one"))
 
 

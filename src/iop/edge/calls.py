@@ -16,6 +16,20 @@ from iop.core.ids import ModelId, NodeId, ProviderId, RequestId
 from iop.net.ports import RunSink, TunnelSink
 from iop.wire.messages import Header
 
+CONVERSIONS: Mapping[str, tuple[str, ...]] = {
+    "chat_completions": ("messages",),
+    "messages": ("chat_completions",),
+    "responses": ("chat_completions", "messages"),
+}
+"""What else a provider may be asked where it does not offer an operation: the surface converts (SF-01). First choice
+first."""
+
+
+def ways_to(operation: str) -> tuple[str, ...]:
+    """The operation itself and those that a surface can serve it by."""
+    return (operation, *CONVERSIONS.get(operation, ()))
+
+
 PRIORITY_MIN = -10
 PRIORITY_MAX = 10
 """Priorities outside are clamped: each distinct value costs one queue per class, so their number is bounded."""

@@ -92,7 +92,10 @@ class QueueSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One public model: a pool of providers and a queue."""
+    """One public model: a pool of providers and a queue.
+
+    ``conversion_drops`` names request fields that may be let go where a provider speaks another dialect (SF-10).
+    """
 
     id: ModelId
     members: tuple[PoolMember, ...]
@@ -101,6 +104,7 @@ class ModelSpec:
     queue: QueueSpec = QueueSpec()
     response_model: str = "provider"
     created_unix_s: int = 0
+    conversion_drops: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

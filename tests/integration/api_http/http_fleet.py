@@ -111,8 +111,19 @@ def post(body: bytes, *headers: bytes, path: str = "/v1/chat/completions") -> by
     return b"\r\n".join(lines) + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
-def snapshot(endpoint: str, *, capacity: int, is_ollama: bool, **model: object) -> EdgeSnapshot:
+def snapshot(
+    endpoint: str,
+    *,
+    capacity: int,
+    is_ollama: bool,
+    operations: frozenset[str] | None = None,
+    **model: object,
+) -> EdgeSnapshot:
     kind = "ollama" if is_ollama else "openai_compat"
+    profile = DEFAULT_PROFILE
+    if operations is not None:
+        named = {name: each for name, each in profile.operations.items() if name in operations}
+        profile = replace(profile, operations=named)
     adapter = AdapterConfig(
         name="main",
         type=kind,
@@ -121,7 +132,7 @@ def snapshot(endpoint: str, *, capacity: int, is_ollama: bool, **model: object) 
         settings=OllamaSettings(endpoint=endpoint)
         if is_ollama
         else OpenAICompatSettings(
-            endpoint=endpoint, api_key="upstream-secret", protocol_profile=DEFAULT_PROFILE
+            endpoint=endpoint, api_key="upstream-secret", protocol_profile=profile
         ),
     )
     spec = AdapterSpec(
@@ -130,7 +141,8 @@ def snapshot(endpoint: str, *, capacity: int, is_ollama: bool, **model: object) 
         category="api",
         route=Route.RUN if is_ollama else Route.TUNNEL,
         capacity=capacity,
-        profile_operations=frozenset() if is_ollama else frozenset(DEFAULT_PROFILE.operations),
+        operations=operations,
+        profile_operations=frozenset() if is_ollama else frozenset(profile.operations),
     )
     fast = ModelSpec(
         id=ModelId("fast"),
@@ -162,13 +174,21 @@ async def fleet_of(
     limits: HttpLimits | None = None,
     dispatch_limits: DispatchLimits | None = None,
     is_ollama: bool = False,
+    operations: frozenset[str] | None = None,
+    endpoint: str | None = None,
     **model: object,
 ) -> AsyncIterator[HttpFleet]:
     limits = limits or HttpLimits()
     numbers = itertools.count(1)
     clock = SystemClock()
     async with asyncio.timeout(60), StubEngine() as stub:
-        config = snapshot(stub.endpoint, capacity=capacity, is_ollama=is_ollama, **model)
+        config = snapshot(
+            endpoint or stub.endpoint,
+            capacity=capacity,
+            is_ollama=is_ollama,
+            operations=operations,
+            **model,
+        )
         if dispatch_limits is not None:
             config = replace(config, limits=dispatch_limits)
         async with (

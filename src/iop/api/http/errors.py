@@ -34,6 +34,7 @@ __all__ = [
     "error_headers",
     "error_of_stream",
     "error_status",
+    "error_type",
 ]
 
 
@@ -134,18 +135,24 @@ def error_code(error: IopError) -> str:
     return error.reason.lower()
 
 
+def error_type(status: int, dialect: Dialect) -> str:
+    """The dialect's name for errors of ``status``."""
+    if dialect.is_anthropic:
+        return _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
 def _openai(error: IopError, status: int) -> dict[str, Any]:
-    kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {
         "message": error.message,
-        "type": kind,
+        "type": error_type(status, Dialect.CHAT),
         "param": error.details.get("field"),
         "code": error_code(error),
     }
 
 
 def _anthropic(error: IopError, status: int) -> dict[str, Any]:
-    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    kind = error_type(status, Dialect.MESSAGES)
     return {"type": kind, "message": error.message, "code": error_code(error)}
 
 

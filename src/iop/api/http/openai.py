@@ -15,6 +15,9 @@ from typing import Any, Final, Protocol
 import msgspec
 import orjson
 
+from iop.api.http.convert.hook import Conversion
+from iop.api.http.convert.plan import conversion_for, plan_request
+from iop.api.http.convert.writers import AnswerTerms
 from iop.api.http.errors import Dialect, error_body, error_code, error_headers, error_status
 from iop.api.http.estimate import estimate_tokens, prompt_bytes
 from iop.api.http.exchange import Exchange
@@ -37,6 +40,9 @@ from iop.edge.snapshot import EdgeSnapshot
 from iop.wire.messages import CancelReason
 
 __all__ = ["DispatchPort", "EdgeHttp"]
+
+_RUN_OPERATIONS: Final = frozenset({"chat_completions", "completions"})
+"""What normalised runs are asked in; other chats are converted to it."""
 
 PRIORITY_DIGITS_MAX: Final = 4
 """Longest ``x-iop-priority``; the dispatcher clamps it anyway."""
@@ -260,7 +266,10 @@ class EdgeHttp:
         """Build the provider's request once it is known who serves it (EN-54), and the sink of its answer."""
         operation, visit = exchange.data
         call: TunnelCall | RunCall
-        if target.route is Route.TUNNEL:
+        offered = target.operations if target.route is Route.TUNNEL else _RUN_OPERATIONS
+        if (other := conversion_for(operation.name, offered)) is not None:
+            call = self._convert(exchange, operation, visit, target, other)
+        elif target.route is Route.TUNNEL:
             visit.relay = self._tunnel_relay(exchange, operation, visit, target)
             call = _tunnel_call(exchange, operation, visit, target)
         elif operation.dialect in (Dialect.CHAT, Dialect.COMPLETIONS):
@@ -268,12 +277,50 @@ class EdgeHttp:
             call = _run_call(exchange, visit, target)
         else:
             raise Unsupported(
-                "The providers of this model serve chat completions and completions only.",
+                "The providers of this model serve chats and completions only.",
                 reason="operation_not_supported",
             )
         if visit.handle is not None:  # repeated behind the scenes (EN-112)
             visit.relay.bind(visit.handle)
         return call
+
+    def _convert(
+        self,
+        exchange: Exchange,
+        operation: _Operation,
+        visit: _Visit,
+        target: ServedTarget,
+        other: str,
+    ) -> TunnelCall | RunCall:
+        """Build the request in another dialect, and the sink that brings the answer back into the caller's."""
+        fields: RequestFields = visit.fields
+        model = self._find_snapshot().find_model(fields.model)
+        shown = visit.model if target.response_model == "alias" else None
+        conversion = Conversion(
+            exchange,
+            plan_request(
+                operation.name,
+                other,
+                fields.body,
+                model=target.target,
+                allowed=frozenset() if model is None else model.conversion_drops,
+            ),
+            terms=AnswerTerms(
+                request_id=visit.request_id,
+                created=self._clock.unix_nanos() // 1_000_000_000,
+                shown_model=shown,
+                fallback_model=target.target,
+            ),
+            caller_dialect=operation.dialect,
+            bytes_max=self._limits.sse_event_bytes,
+            begin=self._begin_answer,
+            fail=self.on_error,
+        )
+        if target.route is Route.TUNNEL:
+            visit.relay = conversion.tunnel_relay()
+            return conversion.tunnel_call(session_id=visit.session, request_id=visit.request_id)
+        visit.relay = conversion.run_relay()
+        return conversion.run_call(session_id=visit.session)
 
     def _tunnel_relay(
         self, exchange: Exchange, operation: _Operation, visit: _Visit, target: ServedTarget

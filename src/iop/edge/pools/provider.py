@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 from iop.core.ids import Generation, ModelId
-from iop.edge.calls import ProviderKey
+from iop.edge.calls import ProviderKey, ways_to
 from iop.edge.pools.breaker import Breaker
 from iop.edge.pools.gates import OPEN_GATE, GateMode, ProviderGate
 from iop.edge.pools.leases import LeaseBook
@@ -71,7 +71,7 @@ class Provider:
     def serves(self, key: ClassKey) -> bool:
         """Whether it could ever take a demand of this class."""
         operations = self.spec.operations
-        if operations is not None and key.operation not in operations:
+        if operations is not None and operations.isdisjoint(ways_to(key.operation)):
             return False
         return not key.is_long or self.long_capacity > 0
 

@@ -1,0 +1,1 @@
+"""Conversion between the chat dialects: requests, whole answers and streams (SF-01, SF-10)."""

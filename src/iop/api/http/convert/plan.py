@@ -1,0 +1,127 @@
+"""Which dialect a request is converted to, and the request in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, Final
+
+from iop.api.http.convert.answers import AnswerConverter
+from iop.api.http.convert.chat_to_messages import chat_to_messages
+from iop.api.http.convert.losses import Losses
+from iop.api.http.convert.messages_to_chat import messages_to_chat
+from iop.api.http.convert.messages_writer import MessagesWriter
+from iop.api.http.convert.readers import ChatReader, MessagesReader, Reader
+from iop.api.http.convert.responses_to_chat import response_echo, responses_to_chat
+from iop.api.http.convert.responses_writer import ResponsesWriter
+from iop.api.http.convert.writers import AnswerTerms, ChatWriter, Writer
+from iop.api.http.errors import Dialect
+from iop.core.errors import InvalidRequest
+from iop.edge.calls import CONVERSIONS
+
+__all__ = ["PATHS", "Plan", "conversion_for", "plan_request"]
+
+PATHS: Final[Mapping[str, str]] = {
+    "chat_completions": "/v1/chat/completions",
+    "messages": "/v1/messages",
+    "responses": "/v1/responses",
+}
+
+_DIALECTS: Final[Mapping[str, Dialect]] = {
+    "chat_completions": Dialect.CHAT,
+    "messages": Dialect.MESSAGES,
+    "responses": Dialect.RESPONSES,
+}
+
+_NAMES: Final[Mapping[str, str]] = {"chat_completions": "chat completions", "messages": "messages"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One request, ready for a provider of another dialect.
+
+    Attributes:
+        operation: what the provider is asked.
+        dialect: its dialect.
+        body: the request in it, the model's name included.
+        dropped: fields that were let go.
+        echo: what the answer repeats of the caller's request.
+        has_usage: whether the caller asked for a usage chunk.
+    """
+
+    source: str
+    operation: str
+    dialect: Dialect
+    body: bytes
+    has_tools: bool
+    is_stream: bool
+    dropped: tuple[str, ...]
+    echo: Mapping[str, Any]
+    has_usage: bool
+
+    def converter(self, terms: AnswerTerms) -> AnswerConverter:
+        """What turns the provider's answer into the caller's dialect."""
+        reader: Reader = (
+            MessagesReader() if self.dialect is Dialect.MESSAGES else ChatReader(id_base=terms.request_id)
+        )
+        return AnswerConverter(reader, _WRITERS[self.source](terms))
+
+
+def conversion_for(operation: str, offered: AbstractSet[str]) -> str | None:
+    """What to ask a provider that offers only ``offered``: None where the operation itself, or nothing known."""
+    if not offered or operation in offered:
+        return None
+    return next((other for other in CONVERSIONS.get(operation, ()) if other in offered), None)
+
+
+def plan_request(
+    source: str, target: str, raw: bytes, *, model: str, allowed: frozenset[str] = frozenset()
+) -> Plan:
+    """Convert a request body.
+
+    Args:
+        source: the caller's operation.
+        target: the provider's, one of ``CONVERSIONS[source]``.
+        raw: the caller's body; a valid JSON object.
+        model: the provider's name for the model.
+        allowed: fields that may be let go.
+
+    Raises:
+        InvalidRequest: something in it cannot be said there; the field is named.
+    """
+    # The plain decoder keeps integers of any size; numbers of schemas and vendor fields stay what they are.
+    body = json.loads(raw)
+    options = body.get("stream_options")
+    has_usage = isinstance(options, dict) and options.get("include_usage") is True
+    losses = Losses(_NAMES[target], allowed)
+    made = body
+    try:
+        if source == "messages":
+            made = messages_to_chat(made, losses)
+        elif source == "responses":
+            made = responses_to_chat(made, losses)
+        if target == "messages":
+            made = chat_to_messages(made, losses)
+    except RecursionError:
+        raise InvalidRequest("The body nests too deeply to be converted.", reason="JSON_TOO_DEEP") from None
+    made["model"] = model
+    return Plan(
+        source=source,
+        operation=target,
+        dialect=_DIALECTS[target],
+        body=json.dumps(made, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass"),
+        has_tools="tools" in made,
+        is_stream=made.get("stream") is True,
+        dropped=tuple(losses.dropped),
+        echo=response_echo(body) if source == "responses" else {},
+        has_usage=has_usage,
+    )
+
+
+_WRITERS: Final[Mapping[str, Callable[[AnswerTerms], Writer]]] = {
+    "chat_completions": ChatWriter,
+    "messages": MessagesWriter,
+    "responses": ResponsesWriter,
+}
