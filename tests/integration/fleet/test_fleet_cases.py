@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from iop.testing.process_fleet import ProcessFleet, eventually, provider
+from iop.testing.process_fleet import ProcessFleet, eventually, post, provider
 from iop.testing.stub_engine import StubCall, StubEngine, sse_events, whole_answer
 
 pytestmark = pytest.mark.slow
@@ -267,3 +267,34 @@ async def test_agents_that_will_not_die_that_ask_and_that_write_side_by_side(tmp
         assert len({directory for _, directory, _ in seen}) == 2, "no shared working directory"
         assert [notes for _, _, notes in seen] == ["1", "1"], "no crossing"
         await fleet.settled()
+
+
+# ---- an engine that hangs, beside one that does not ----
+
+
+@pytest.mark.clause("EN-116", "EN-118")
+async def test_a_hanging_engine_delays_no_other_provider_of_its_node(tmp_path: Path) -> None:
+    async def hang(call: StubCall) -> None:
+        await call.wait_gone(within_s=60)
+
+    async with StubEngine(hang) as hanging, StubEngine() as well:
+        adapters = [provider(hanging.endpoint, capacity=4), {**provider(well.endpoint), "name": "other"}]
+        models = [
+            {"id": name, "providers": [{"node": "n1", "adapter": adapter, "target": "real"}]}
+            for name, adapter in (("stuck", "main"), ("fast", "other"))
+        ]
+        async with ProcessFleet(tmp_path, {"n1": adapters}, edge={"models": models}) as fleet:
+            await fleet.start()
+            stuck = [await fleet.ask({**PLAIN, "model": "stuck"}) for _ in range(6)]
+            await eventually(lambda: len(hanging.calls) == 4, what="every slot of the hanging one is taken")
+            caller = await fleet.call()
+            for _ in range(20):
+                async with asyncio.timeout(2):
+                    await caller.send(post(PLAIN))
+                    assert (await caller.read_answer())[0] == 200
+            leases = (await fleet.status())["leases"]
+            assert [lease["provider"] for lease in leases] == ["main"] * 4
+            assert len({lease["run_id"] for lease in leases}) == 4
+            for caller in stuck:
+                caller.reset()
+            await fleet.settled()
