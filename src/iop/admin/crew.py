@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 
 from iop.admin.enums import AdminErrorCode, ParticipantPhase
 from iop.admin.goals import Goal, judge
@@ -122,10 +123,17 @@ class Crew:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._tasks is not None
         self.abandon(AdminErrorCode.INTERRUPTED)
-        await self._tasks.__aexit__(*exc)  # type: ignore[arg-type]  # the usual triple
+        try:
+            await self._tasks.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            # Whoever uses a crew matches on what it raised itself, which a task group would hide in a group.
+            if group.exceptions != (error,):
+                raise
 
     def start(self, calls: Sequence[StepCall]) -> None:
         """Send calls, one per group."""

@@ -224,6 +224,21 @@ def test_a_harder_pause_supersedes_a_running_one_and_keeps_the_gate_closed() -> 
     run_world(scenario)
 
 
+@pytest.mark.clause("AD-18")
+def test_being_superseded_is_no_crash(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            world.fleet.arm(FaultKind.HANG, "b/0", "PauseStep")
+            older = await world.submit(pause())
+            await world.settle()
+            await world.run(pause("p2", PauseMode.ABORT))
+            await world.settle()
+            assert (await world.core.get(ADMIN, older)).superseded_by == "op-2"
+
+    run_world(scenario)
+    assert not [record for record in caplog.records if "operation.crashed" in record.message]
+
+
 @pytest.mark.clause("AD-19")
 def test_a_group_named_in_part_is_refused() -> None:
     async def scenario(world: AdminWorld) -> None:
