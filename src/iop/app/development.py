@@ -100,7 +100,7 @@ def write_edge(
         "name": ADAPTER_NAME,
         "type": "openai_compat",
         "endpoint": f"http://{engine['http']}",
-        # What the reference engine serves; the rest is refused by the Edge in the caller's own dialect (SF-01).
+        # What the reference engine serves; the Edge converts the other chat dialects and refuses the rest (SF-01).
         "profile": {
             "operations": {
                 "models": {"method": "GET", "path": "/v1/models"},
