@@ -101,7 +101,7 @@ class Database:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(handle)
-            raise _leased() from None
+            raise _leased(f"the store {path.with_suffix('').name}") from None
         self._lock_file = handle
 
     async def _take_advisory_lock(self) -> None:
@@ -110,7 +110,7 @@ class Database:
         taken = await connection.scalar(sa.select(sa.func.pg_try_advisory_lock(ADVISORY_LOCK)))
         if not taken:
             await connection.close()
-            raise _leased()
+            raise _leased("this store")
         self._lock_connection = connection
 
     async def warm_up(self) -> None:
@@ -137,8 +137,11 @@ class Database:
             os.close(handle)
 
 
-def _leased() -> Unavailable:
-    return Unavailable("another live process uses this store", reason="STORE_LEASED")
+def _leased(store: str) -> Unavailable:
+    return Unavailable(
+        f"another live process uses {store}. Stop it, or give this one a `store` or an IOP_HOME of its own.",
+        reason="STORE_LEASED",
+    )
 
 
 def _prepare_sqlite(engine: AsyncEngine, begin: str) -> None:

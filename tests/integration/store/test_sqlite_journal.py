@@ -63,6 +63,13 @@ class TestSqliteJournal(JournalSuite):
         assert lost.value.reason == "LEASE_LOST"
 
     @pytest.mark.clause("AD-100")
+    async def test_a_store_in_use_is_named_with_what_to_do(
+        self, journal: Journal, open_journal: OpenJournal
+    ) -> None:
+        with pytest.raises(Unavailable, match=r"uses the store edge\.db\. Stop it, or give this one"):
+            await (await open_journal()).acquire("two")
+
+    @pytest.mark.clause("AD-100")
     async def test_a_store_that_breaks_refuses_and_recovers(self, journal: Journal, tmp_path: Path) -> None:
         with sqlite3.connect(tmp_path / "edge.db") as connection:
             connection.execute("ALTER TABLE operations RENAME TO operations_gone")
