@@ -19,6 +19,7 @@ from iop.admin.results import (
     OperationFailed,
     OperationPlan,
     OperationProgress,
+    ParticipantStatus,
     ParticipantUpdate,
 )
 from iop.cli.output import data, notes, print_json
@@ -52,7 +53,7 @@ class _View:
     bar: TaskID | None = None
     operation_id: str = ""
     last_sequence: int = 0
-    failed: list[str] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
 
     def show(self, event: AdminOperationEvent) -> None:
         """Update the bar, or write a line where there is no terminal."""
@@ -67,8 +68,16 @@ class _View:
         elif isinstance(body, OperationProgress):
             self._step(f"{body.phase.name.lower()} {body.message}".strip(), body)
         elif isinstance(body, ParticipantUpdate) and body.status.error is not None:
-            error = body.status.error
-            self._say(f"{body.status.participant_id}: {error.code.name}: {error.message}")
+            self.show_failure(body.status)
+
+    def show_failure(self, status: ParticipantStatus) -> None:
+        """Say once what went wrong at a participant: each phase and the end repeat it."""
+        if status.error is None:
+            return
+        line = f"{status.participant_id}: {status.error.code.name}: {status.error.message}"
+        if line not in self.failed:
+            self.failed.add(line)
+            self._say(line)
 
     def _say(self, line: str) -> None:
         self.progress.console.print(line)
@@ -108,7 +117,7 @@ async def observe(
                             print_plan(event.event, as_json=as_json)
                             return Ended()
                         if event.is_terminal:
-                            return await _finish(client, event, as_json=as_json and not as_events)
+                            return await _finish(client, event, view, as_json=as_json and not as_events)
                 raise Unavailable("The stream of events ended without a terminal event.", reason="STREAM_CUT")
             except Unavailable:
                 if not view.operation_id or attempts == len(REATTACH_WAITS_S):
@@ -127,7 +136,7 @@ async def _generator(events: AsyncIterator[AdminOperationEvent]) -> AsyncGenerat
         yield event
 
 
-async def _finish(client: AdminClient, event: AdminOperationEvent, *, as_json: bool) -> Ended:
+async def _finish(client: AdminClient, event: AdminOperationEvent, view: _View, *, as_json: bool) -> Ended:
     operation = await client.get(event.operation_id)
     if as_json:
         print_json(to_json(operation))
@@ -139,8 +148,7 @@ async def _finish(client: AdminClient, event: AdminOperationEvent, *, as_json: b
         undone = "everything was put back" if error.rolled_back else "some of it stays changed"
         notes.print(f"failed: {error.code.name}: {error.message}; {undone}", style="red")
         for status in operation.participants:
-            if status.error is not None:
-                notes.print(f"  {status.participant_id}: {status.error.code.name}: {status.error.message}")
+            view.show_failure(status)
         if error.quarantined:
             notes.print(f"  quarantined: {', '.join(error.quarantined)}")
         return Ended(exit_code=EXIT_FAILED, operation=operation)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from iop.admin.enums import AdminErrorCode, AdminOperationKind, AdminOperationState, PauseMode
+from iop.admin.enums import (
+    AdminErrorCode,
+    AdminOperationKind,
+    AdminOperationState,
+    ParticipantPhase,
+    PauseMode,
+)
 from iop.admin.results import (
     AdminError,
     AdminOperation,
@@ -19,6 +27,9 @@ from iop.admin.results import (
     OperationCompleted,
     OperationFailed,
     OperationPlan,
+    ParticipantError,
+    ParticipantStatus,
+    ParticipantUpdate,
     PauseResult,
 )
 from iop.cli.admin_progress import observe
@@ -96,6 +107,22 @@ async def test_a_failure_names_participants_and_quarantine(capsys: pytest.Captur
     said = capsys.readouterr().err
     assert "PARTICIPANT_LOST: gone; some of it stays changed" in said
     assert "quarantined: n/e/0" in said
+
+
+async def test_what_went_wrong_at_a_participant_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = ParticipantStatus(
+        participant_id=ParticipantId("n/e/0"),
+        phase=ParticipantPhase.FAILED,
+        error=ParticipantError(
+            code=AdminErrorCode.REFUSED_BUSY, message="busy", step=ParticipantPhase.APPLYING
+        ),
+    )
+    update = ParticipantUpdate(status=status)
+    monkeypatch.setattr(sys.modules[__name__], "OPERATION", replace(OPERATION, participants=(status,)))
+    await watch([ACCEPTED, update, update, FAILED])
+    assert capsys.readouterr().err.count("n/e/0: REFUSED_BUSY: busy") == 1
 
 
 @pytest.mark.clause("AD-22", "AD-26")
