@@ -12,6 +12,8 @@ PYTEST := $(BIN)/python -m pytest
 # Whole test files go to one of two workers, so that fixtures that start processes are shared within a file.
 PYTEST_WORKERS ?= -n 2 --dist loadfile
 ARGS ?=
+SKIP ?=
+CACHE ?=
 STRICT ?=
 SEEDS ?= 10000
 ADMIN_SEEDS ?= 1000
@@ -23,7 +25,7 @@ SIM := $(PYTEST) -p no:randomly -p no:cacheprovider --timeout 3600
 RUNTIME := $(VENV)/.iop-runtime
 DEV := $(VENV)/.iop-dev
 
-.PHONY: help setup run test test-slow lint types fmt clauses conformance check bench scale proto proto-check docs sim sim-planted fuzz lock clean
+.PHONY: help setup run test test-slow engines-test lint types fmt clauses conformance check bench scale proto proto-check docs sim sim-planted fuzz lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(lastword $(MAKEFILE_LIST)) | sort | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +49,9 @@ test: $(DEV)  ## all tests but the long ones (ARGS="-k name")
 
 test-slow: $(DEV)  ## the tests that take minutes
 	$(PYTEST) -m soak --timeout 900 $(ARGS)
+
+engines-test: $(DEV)  ## real engines, installed beside the tree (SKIP="vllm llamacpp", CACHE=DIR, ARGS="-k name")
+	$(BIN)/python tools/engines_test.py $(addprefix --skip ,$(SKIP)) $(if $(CACHE),--cache $(CACHE)) -- $(ARGS)
 
 lint: $(DEV)  ## style, banned calls, and who may import whom
 	$(BIN)/ruff check .
@@ -84,6 +89,7 @@ proto-check: $(DEV)  ## fail if the checked-in bindings are not what the protos 
 docs: $(DEV)  ## build the documentation site into site/
 	$(BIN)/python tools/gen_settings.py
 	$(BIN)/python tools/gen_cli.py
+	$(BIN)/python tools/gen_adapters.py
 	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/python -m pip install --quiet --require-hashes -r requirements/docs.txt
 	$(BIN)/python -m mkdocs build --strict
 

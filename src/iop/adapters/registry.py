@@ -15,6 +15,8 @@ from iop.adapters.ollama import OllamaAdapter
 from iop.adapters.openai_compat import OpenAICompatAdapter
 from iop.adapters.openengine.adapter import OpenEngineAdapter
 from iop.adapters.openengine.control import OpenEngineControl
+from iop.adapters.sglang.control import SglangControl
+from iop.adapters.trtllm.control import TrtllmControl
 from iop.adapters.vllm.control import VllmControl
 from iop.core.errors import Unsupported
 from iop.wire.messages import AdapterConfig, OpenAICompatSettings, OpenEngineSettings
@@ -51,7 +53,12 @@ def _native(kind: type[NativeControl]) -> AdapterFactory:
 
 
 NATIVE_CONTROLS: Final[Mapping[str, type[NativeControl]]] = MappingProxyType(
-    {"llamacpp": LlamaCppControl, "vllm": VllmControl}
+    {
+        "llamacpp": LlamaCppControl,
+        "sglang": SglangControl,
+        "trtllm": TrtllmControl,
+        "vllm": VllmControl,
+    }
 )
 """Kinds that take admin steps over their own routes."""
 
@@ -66,8 +73,6 @@ ADAPTERS: Final[Mapping[str, AdapterFactory]] = MappingProxyType(
         "openengine": _openengine,
         "ollama": OllamaAdapter,
         "cli": CliAdapter,
-        "sglang": _openai_compat,
-        "trtllm": _openai_compat,
         **{kind: _native(control) for kind, control in NATIVE_CONTROLS.items()},
     }
 )

@@ -174,7 +174,7 @@ def _fingerprint(payloads: list[AdapterConfig], runtime: NodeRuntime) -> str:
     return digest.hexdigest()
 
 
-CONTROLLED_TYPES: Final = frozenset({"llamacpp", "vllm"})
+CONTROLLED_TYPES: Final = frozenset({"llamacpp", "sglang", "trtllm", "vllm"})
 """Kinds that take admin steps over the engine's own routes, whatever the config says of an admin listener."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from iop.cli import conformance_command, status_command
+from iop.cli import adapters_command, conformance_command, status_command
 from iop.cli.admin_commands import admin_app
 from iop.cli.audit_command import audit_app
 from iop.cli.config_commands import config_app
@@ -17,6 +17,7 @@ admin_app.add_typer(audit_app, name="audit")
 def register(app: typer.Typer) -> None:
     """Add them to the command tree."""
     status_command.register(app)
+    adapters_command.register(app)
     conformance_command.register(app)
     app.add_typer(config_app, name="config")
     app.add_typer(admin_app, name="admin")

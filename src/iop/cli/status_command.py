@@ -27,7 +27,6 @@ def register(app: typer.Typer) -> None:
     app.command("status")(status)
     app.command("explain")(explain)
     app.command("models")(models)
-    app.command("adapters")(adapters)
 
 
 def _client(target: str | None, token: str | None) -> Any:
@@ -138,22 +137,4 @@ def _print_models(shown: list[dict[str, Any]]) -> None:
             for model in shown
         ),
         empty="no models are configured",
-    )
-
-
-def adapters(as_json: Json = False) -> None:
-    """The adapter types that a Node of this build offers, for `type` in edge.yaml.
-
-    Example: iop adapters
-    """
-    from iop.app.edge_snapshot import describe_types
-
-    types = describe_types()
-    if as_json:
-        print_json({"adapters": types})
-        return
-    print_rows(
-        ("type", "category", "route"),
-        ((entry["type"], entry["category"], entry["route"]) for entry in types),
-        empty="none",
     )

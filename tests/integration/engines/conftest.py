@@ -166,7 +166,7 @@ def vllm_command(python: str, model: Path, port: int, profiles: Path) -> list[st
         *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", model.name),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "8", "--enforce-eager"),
+        *("--dtype", "bfloat16", "--max-model-len", "32768", "--max-num-seqs", "8", "--enforce-eager"),
         "--enable-prefix-caching",
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *("--profiler-config", f'{{"profiler":"torch","torch_profiler_dir":"{profiles}"}}'),

@@ -13,9 +13,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import Final
 
+from iop.adapters import checkpoint
 from iop.adapters.engine_http import EngineHttp
 from iop.adapters.native_control import StepFailed, not_verified, succeeded
-from iop.adapters.vllm import checkpoint
 from iop.adapters.vllm.answers import Checksums, Completion
 from iop.admin.enums import AdminErrorCode, VerificationMethod
 from iop.admin.requests import DiskSource, WeightSource

@@ -1,0 +1,424 @@
+"""Control of SGLang over its own routes (AD-40 to AD-45). Written from the server's documentation and code, and
+proven against a stand-in of it only: it does not install without GPUs.
+
+Some of its routes end the server when they are called at the wrong time, which decides the shape of this:
+
+* Memory is released only with nothing running or waiting, looked up right before; a tag is restored only if it
+  was released here and not restored since. After a restart of the Node under a paused engine nobody knows, and
+  it is said so.
+* Another mode is never asked for over a pause: aborting frozen requests would wait for ever, with the lock that
+  resuming needs. It is resumed first.
+* `/health` generates a token, which waits at a pause and then marks the server as ill: it is not used here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+import msgspec
+
+from iop.adapters import checkpoint
+from iop.adapters.base import AdapterServices
+from iop.adapters.native_control import (
+    ENGINE,
+    GATE_MODES,
+    GATE_OPERATIONS,
+    NativeControl,
+    Observed,
+    Offer,
+    StepFailed,
+    failed,
+    not_verified,
+    succeeded,
+)
+from iop.admin.enums import (
+    AdminErrorCode,
+    AdminOperationKind,
+    BusyPolicy,
+    CacheKind,
+    CacheOutcome,
+    CachePolicy,
+    PauseMode,
+    ResourceKind,
+    VerificationMethod,
+    WeightFormat,
+    WeightRetention,
+    WeightSourceKind,
+)
+from iop.admin.profile import Capabilities
+from iop.admin.requests import DiskSource
+from iop.admin.results import CacheResult
+from iop.admin.steps import (
+    ApplyWeightsStep,
+    CommitWeightsStep,
+    FlushStep,
+    ParticipantReadBack,
+    PauseStep,
+    PrepareWeightsStep,
+    ReleaseStep,
+    RestoreStep,
+    StepCall,
+    StepResult,
+    UndoWeightsStep,
+    VerifyWeightsStep,
+    WorkCounts,
+)
+from iop.core.errors import PreconditionFailed, Unavailable, Unsupported
+from iop.wire.messages import OpenAICompatSettings
+
+Op = AdminOperationKind
+
+PAUSE_TIMEOUT_S: Final = 60.0
+EFFECT_TIMEOUT_S: Final = 10.0
+"""Freezing answers before it is in force."""
+
+INFO_TIMEOUT_S: Final = 30.0
+CHECKSUM_TIMEOUT_S: Final = 600.0
+
+NEEDS_SAVER: Final = "start SGLang with --enable-memory-saver"
+NEEDS_ONE_RANK: Final = "with data parallelism SGLang answers for its first rank only"
+NEEDS_CHECKER: Final = "this SGLang has no /weights_checker to prove new weights with"
+
+_TAGS: Final = {
+    ResourceKind.WEIGHTS: "weights",
+    ResourceKind.KV_CACHE: "kv_cache",
+    ResourceKind.GRAPHS: "cuda_graph",
+}
+_ORDER: Final = (ResourceKind.WEIGHTS, ResourceKind.KV_CACHE, ResourceKind.GRAPHS)
+
+
+class _ModelInfo(msgspec.Struct):
+    model_path: str = ""
+    served_model_name: str | None = None
+    weight_version: str | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    version: str = ""
+    enable_memory_saver: bool = False
+    enable_weights_cpu_backup: bool = False
+    dp_size: int = 1
+
+
+class _RankLoad(msgspec.Struct):
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_RankLoad]
+
+
+class _OpenApi(msgspec.Struct):
+    paths: dict[str, msgspec.Raw] = {}
+
+
+class _Updated(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+class _Checked(msgspec.Struct):
+    success: bool
+    per_engine_checksum: str | None = None
+
+
+class SglangControl(NativeControl):
+    """See the module."""
+
+    NAME: ClassVar[str] = "SGLang"
+    OFFERS: ClassVar[tuple[Offer, ...]] = (
+        Offer(operation=Op.PAUSE, detail="drain, abort, keep"),
+        Offer(operation=Op.RESUME, detail="frozen requests go on"),
+        Offer(operation=Op.FLUSH_CACHES, detail="prefix; busy: fail, wait", needs="no data parallelism"),
+        Offer(
+            operation=Op.RELEASE_RESOURCES,
+            detail="weights (offloaded with `--enable-weights-cpu-backup`, else discarded), KV cache, graphs",
+            needs="`--enable-memory-saver`",
+        ),
+        Offer(operation=Op.RESTORE_RESOURCES, detail="all or some", needs="`--enable-memory-saver`"),
+        Offer(
+            operation=Op.UPDATE_WEIGHTS,
+            detail="disk (safetensors), verified by checksum",
+            needs="`/weights_checker`; the same files on Node and engine",
+        ),
+    )
+
+    def __init__(
+        self, settings: OpenAICompatSettings, services: AdapterServices, *, targets: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(settings, services, targets=targets)
+        self._info = _ServerInfo()
+        self._model = _ModelInfo()
+        self._paths: frozenset[str] | None = None
+        self._is_paused = False
+        self._mode: PauseMode | None = None
+        self._frozen = 0
+        self._released: frozenset[ResourceKind] | None = None
+        self._retention: WeightRetention | None = None
+        self._previous: tuple[str, str, str] = ("", "", "")
+
+    # ---- looking ----
+
+    async def _observe(self) -> Observed:
+        model = await self._http.get("/model_info")
+        if not model.is_ok:
+            raise Unavailable(f"the engine does not tell its model: {model.words}", reason="NOT_SGLANG")
+        self._model = model.read(_ModelInfo)
+        is_new = self._paths is None
+        if is_new:
+            api = await self._http.get("/openapi.json")
+            self._paths = frozenset(api.read(_OpenApi).paths) if api.is_ok else frozenset()
+            info = await self._http.get("/server_info", timeout_s=INFO_TIMEOUT_S)
+            self._info = info.read(_ServerInfo) if info.is_ok else _ServerInfo()
+        ready = await self._http.get("/ready")
+        self._is_paused = ready.status == 503 and (await self._http.get("/ping")).is_ok
+        if self._is_paused:
+            self._is_gated = True
+        elif is_new:
+            # An engine that serves has everything; of one that was found paused nobody knows.
+            self._released = frozenset()
+        loads = (await self._http.get("/v1/loads", {"include": "core"})).read(_Loads).loads
+        capabilities, missing = self._offered()
+        name = self._model.served_model_name or self._model.model_path
+        return Observed(
+            engine_version=self._info.version,
+            capabilities=capabilities,
+            models=(name,) if name else (),
+            in_flight=sum(each.num_running_reqs for each in loads),
+            queued=sum(each.num_waiting_reqs for each in loads),
+            missing=missing,
+            startup_source=None,
+        )
+
+    def _offered(self) -> tuple[Capabilities, dict[Op, str]]:
+        missing: dict[Op, str] = {}
+        operations = set(GATE_OPERATIONS)
+        can_flush = self._info.dp_size <= 1
+        can_release = self._info.enable_memory_saver
+        can_swap = "/weights_checker" in (self._paths or ())
+        for op, is_there, why in (
+            (Op.FLUSH_CACHES, can_flush, NEEDS_ONE_RANK),
+            (Op.RELEASE_RESOURCES, can_release, NEEDS_SAVER),
+            (Op.RESTORE_RESOURCES, can_release, NEEDS_SAVER),
+            (Op.UPDATE_WEIGHTS, can_swap, NEEDS_CHECKER),
+        ):
+            if is_there:
+                operations.add(op)
+            else:
+                missing[op] = why
+        keeps = self._info.enable_weights_cpu_backup
+        retention = WeightRetention.OFFLOAD_TO_HOST if keeps else WeightRetention.DISCARD
+        modes = GATE_MODES | {PauseMode.KEEP}
+        return Capabilities(
+            operations=frozenset(operations),
+            pause_modes=modes,
+            quiesce_modes=modes if can_swap else frozenset(),
+            cache_kinds=frozenset({CacheKind.PREFIX}) if can_flush else frozenset(),
+            busy_policies=frozenset({BusyPolicy.FAIL, BusyPolicy.WAIT}) if can_flush else frozenset(),
+            resource_kinds=frozenset(_TAGS) if can_release else frozenset(),
+            weight_retentions=frozenset({retention}) if can_release else frozenset(),
+            weight_sources=frozenset({WeightSourceKind.DISK}) if can_swap else frozenset(),
+            weight_formats=frozenset({WeightFormat.SAFETENSORS}) if can_swap else frozenset(),
+            cache_policies=frozenset(CachePolicy) if can_swap else frozenset(),
+        ), missing
+
+    def weight_version(self) -> str:
+        """As `/model_info` last said."""
+        return self._model.weight_version or ""
+
+    async def _read(self) -> ParticipantReadBack:
+        return self._told(
+            paused=self._is_paused,
+            frozen=self._frozen if self._is_paused else 0,
+            released=self._released if self._info.enable_memory_saver else frozenset(),
+            weight_version=self._model.weight_version,
+        )
+
+    async def _is_paused_now(self) -> bool:
+        await self._look()
+        return self._is_paused
+
+    # ---- pause ----
+
+    async def _pause(self, call: StepCall, step: PauseStep) -> StepResult:
+        mode = step.pause.mode
+        if self._is_paused and self._mode is mode:
+            return succeeded(changed=False, work=WorkCounts(kept=self._frozen))
+        if self._is_paused:
+            if self._released or self._released is None:
+                raise PreconditionFailed("memory is released under the pause", reason="RESOURCES_RELEASED")
+            await self._tell("/continue_generation", {}, timeout_s=PAUSE_TIMEOUT_S)
+        work = WorkCounts()
+        if mode is PauseMode.DRAIN:
+            work = (await self._gate_pause(call, step)).work
+        else:
+            self._is_gated = True
+            load = self._load()
+            work = WorkCounts(kept=load) if mode is PauseMode.KEEP else WorkCounts(aborted=load)
+        native = "in_place" if mode is PauseMode.KEEP else "abort"
+        await self._tell(
+            "/pause_generation", {"mode": native}, timeout_s=min(call.timeout_s, PAUSE_TIMEOUT_S)
+        )
+        try:
+            async with asyncio.timeout(EFFECT_TIMEOUT_S):
+                await self._until(self._is_paused_now)
+        except TimeoutError:
+            raise not_verified("the engine answered and is ready for requests as ever") from None
+        self._mode, self._frozen = mode, work.kept
+        return succeeded(work=work)
+
+    async def _resume(self, call: StepCall) -> StepResult:  # noqa: ARG002 - the base's
+        if self._is_paused and (self._released or self._released is None):
+            raise PreconditionFailed("memory may be released; restore it first", reason="RESOURCES_RELEASED")
+        if not self._is_paused:
+            changed, self._is_gated = self._is_gated, False
+            return succeeded(changed=changed)
+        await self._tell("/continue_generation", {}, timeout_s=PAUSE_TIMEOUT_S)
+        if await self._is_paused_now():
+            raise not_verified("the engine answered and is still paused")
+        resumed, self._frozen, self._mode = self._frozen, 0, None
+        self._is_gated = False
+        return succeeded(work=WorkCounts(resumed=resumed))
+
+    async def _tell(self, path: str, body: Mapping[str, object], *, timeout_s: float) -> None:
+        answer = await self._http.post(path, body, timeout_s=timeout_s)
+        if not answer.is_ok:
+            raise StepFailed(f"the engine refused: {answer.words}")
+
+    # ---- caches ----
+
+    async def _flush(self, call: StepCall, step: FlushStep) -> StepResult:
+        if set(step.kinds) != {CacheKind.PREFIX} or step.busy_policy is BusyPolicy.PREEMPT:
+            raise self._not_offered(Op.FLUSH_CACHES)
+        wait_s = max(0, int(call.timeout_s) - 1) if step.busy_policy is BusyPolicy.WAIT else 0
+        answer = await self._http.post(
+            "/flush_cache", query={"timeout": str(wait_s)}, timeout_s=wait_s + PAUSE_TIMEOUT_S
+        )
+        outcome = CacheOutcome.CLEARED if answer.is_ok else CacheOutcome.REFUSED
+        detail = "" if answer.is_ok else answer.words
+        caches = (CacheResult(participant_id=ENGINE, kind=CacheKind.PREFIX, outcome=outcome, detail=detail),)
+        if detail:
+            busy = StepFailed(detail, code=AdminErrorCode.REFUSED_BUSY, changed=False, retryable=True)
+            return failed(busy, caches=caches)
+        return succeeded(caches=caches)
+
+    # ---- memory ----
+
+    async def _release(self, call: StepCall, step: ReleaseStep) -> StepResult:
+        if self._released is None:
+            raise PreconditionFailed(
+                "what this engine has released is not known; restart it", reason="UNKNOWN_RESOURCES"
+            )
+        wanted = frozenset(step.kinds) - self._released
+        if not wanted:
+            return succeeded(changed=False)
+        seen = await self._look()
+        if not self._is_paused or seen.in_flight or seen.queued:
+            # Asked now, this server would end.
+            raise PreconditionFailed(
+                "only a paused engine without requests releases memory", reason="NOT_IDLE"
+            )
+        await self._tell("/release_memory_occupation", {"tags": _tags(wanted)}, timeout_s=call.timeout_s)
+        self._released |= wanted
+        self._retention = step.weight_retention or self._retention
+        return succeeded()
+
+    async def _restore(self, call: StepCall, step: RestoreStep) -> StepResult:
+        held = self._released
+        if held is None:
+            raise PreconditionFailed(
+                "what this engine has released is not known; restart it", reason="UNKNOWN_RESOURCES"
+            )
+        wanted = held & frozenset(step.kinds)
+        must_load = ResourceKind.WEIGHTS in wanted and self._retention is WeightRetention.DISCARD
+        if must_load and not isinstance(step.weight_source, DiskSource):
+            raise PreconditionFailed("discarded weights have no source on disk", reason="IRREVERSIBLE")
+        for kind in _ORDER:
+            if kind not in wanted:
+                continue
+            # Off the list before it is asked for: asking twice would end the server.
+            self._released = (self._released or frozenset()) - {kind}
+            await self._tell("/resume_memory_occupation", {"tags": _tags({kind})}, timeout_s=call.timeout_s)
+            if kind is ResourceKind.WEIGHTS and must_load and isinstance(step.weight_source, DiskSource):
+                await self._load_from(step.weight_source.path, timeout_s=call.timeout_s)
+        return succeeded(changed=bool(wanted), weight_version=self.weight_version())
+
+    # ---- weights ----
+
+    async def _weights(
+        self,
+        call: StepCall,
+        step: PrepareWeightsStep | ApplyWeightsStep | VerifyWeightsStep | CommitWeightsStep | UndoWeightsStep,
+    ) -> StepResult:
+        match step:
+            case PrepareWeightsStep(source=source, hold_previous=hold):
+                if hold or not isinstance(source, DiskSource):
+                    raise Unsupported("SGLang loads weights from disk and holds none", reason="WEIGHT_SOURCE")
+                await asyncio.to_thread(checkpoint.check, source, self._model.model_path)
+                return succeeded(changed=False)
+            case ApplyWeightsStep(source=source):
+                if not isinstance(source, DiskSource):
+                    raise Unsupported("SGLang loads weights from disk only, here", reason="WEIGHT_SOURCE")
+                await asyncio.to_thread(checkpoint.check, source, self._model.model_path)
+                if self._previous[0] != call.operation_id:
+                    self._previous = (call.operation_id, self._model.model_path, await self._checksum())
+                await self._load_from(source.path, timeout_s=call.timeout_s)
+                return succeeded()
+            case VerifyWeightsStep():
+                digest = hashlib.sha256((await self._checksum()).encode()).digest()
+                return succeeded(content_digest=digest, verified_by=VerificationMethod.CHECKSUM)
+            case CommitWeightsStep(weight_version=version):
+                # Without the second field every request would be aborted for a label.
+                await self._tell(
+                    "/update_weight_version",
+                    {"new_version": version, "abort_all_requests": False},
+                    timeout_s=PAUSE_TIMEOUT_S,
+                )
+                await self._look()
+                if self._model.weight_version != version:
+                    raise not_verified("the engine reports another weight version than was published")
+                return succeeded(weight_version=version)
+            case UndoWeightsStep(previous_source=source):
+                operation, path, checksum = self._previous
+                if operation != call.operation_id:
+                    return succeeded(changed=False)
+                await self._load_from(
+                    source.path if isinstance(source, DiskSource) else path, timeout_s=call.timeout_s
+                )
+                if await self._checksum() != checksum:
+                    raise StepFailed(
+                        "the previous weights were loaded, but their checksum is another one",
+                        code=AdminErrorCode.ROLLBACK_FAILED,
+                    )
+                self._previous = ("", "", "")
+                return succeeded()
+
+    async def _load_from(self, path: str, *, timeout_s: float) -> None:
+        """The caches are emptied by a step of their own; a refused flush would look like a refused update."""
+        answer = await self._http.post(
+            "/update_weights_from_disk",
+            {"model_path": path, "flush_cache": False, "abort_all_requests": False},
+            timeout_s=timeout_s,
+        )
+        told = answer.read(_Updated) if answer.status in {200, 400} else None
+        if told is None or not (told.success or "were updated" in told.message):
+            raise StepFailed(
+                f"the engine could not load the weights, and what it holds now is not known: {answer.words}"
+            )
+
+    async def _checksum(self) -> str:
+        answer = await self._http.post(
+            "/weights_checker", {"action": "checksum"}, timeout_s=CHECKSUM_TIMEOUT_S
+        )
+        told = answer.read(_Checked) if answer.is_ok else None
+        if told is None or not told.success or not told.per_engine_checksum:
+            raise not_verified(f"the engine does not tell the checksum of its weights: {answer.words}")
+        return told.per_engine_checksum
+
+
+def _tags(kinds: frozenset[ResourceKind] | set[ResourceKind]) -> list[str]:
+    return [_TAGS[kind] for kind in _ORDER if kind in kinds]
