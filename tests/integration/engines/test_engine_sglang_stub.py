@@ -1,0 +1,330 @@
+"""SGLang's control against a stand-in built from the server's documentation: the calls that would end it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines_rig import EngineHarness, config_of, running
+from replay_engine import Answer, Asked, ReplayEngine
+from safetensors.numpy import save_file
+
+from iop.adapters.base import Adapter
+from iop.admin.enums import (
+    AdminErrorCode,
+    AdminOperationKind,
+    AdmissionPolicy,
+    BusyPolicy,
+    CacheKind,
+    CacheOutcome,
+    PauseMode,
+    ResourceKind,
+    WeightFormat,
+    WeightRetention,
+)
+from iop.admin.requests import DiskSource, PauseSpec
+from iop.admin.steps import (
+    ApplyWeightsStep,
+    CommitWeightsStep,
+    FlushStep,
+    PauseStep,
+    ReleaseStep,
+    RestoreStep,
+    ResumeStep,
+    Step,
+    StepResult,
+    UndoWeightsStep,
+    VerifyWeightsStep,
+)
+from iop.core.errors import PreconditionFailed, Unsupported
+from iop.testing import adapter_suite
+from iop.testing.adapter_suite import assert_all_ok, step_call
+
+ALL = (ResourceKind.WEIGHTS, ResourceKind.KV_CACHE, ResourceKind.GRAPHS)
+KV = (ResourceKind.KV_CACHE,)
+FLUSH = FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL)
+
+
+class Sglang(ReplayEngine):
+    """Dies, as the real one does, of a release while busy and of restoring what was not released."""
+
+    def __init__(self, **info: object) -> None:
+        super().__init__(unknown=Answer(404, b'{"detail":"Not Found"}'))
+        self.mode = ""
+        self.running = 0
+        self.version = "default"
+        self.path = "model-a"
+        self.released: set[str] = set()
+        self.is_dead = False
+        told = {"version": "0.5.23", "enable_memory_saver": True, "dp_size": 1, **info}
+        self.routes = {
+            "GET /v1/models": lambda _: Answer.of({"data": [{"id": self.path, "owned_by": "sglang"}]}),
+            "GET /model_info": self._model_info,
+            "GET /openapi.json": Answer.of({"paths": {"/weights_checker": {}, "/flush_cache": {}}}),
+            "GET /server_info": Answer.of({**told, "internal_states": [], "launch_command": ""}),
+            "GET /ready": lambda _: Answer(503 if self.mode else 200, b""),
+            "GET /ping": Answer(200, b""),
+            "GET /v1/loads": self._loads,
+            "POST /pause_generation": self._pause,
+            "POST /continue_generation": self._continue,
+            "POST /flush_cache": self._flush,
+            "POST /release_memory_occupation": self._release,
+            "POST /resume_memory_occupation": self._restore,
+            "POST /update_weights_from_disk": self._update,
+            "POST /update_weight_version": self._relabel,
+            "POST /weights_checker": lambda _: Answer.of(
+                {"success": True, "message": "", "per_engine_checksum": f"sum of {self.path}"}
+            ),
+        }
+
+    def _model_info(self, _: Asked) -> Answer:
+        assert not self.is_dead
+        return Answer.of(
+            {"model_path": self.path, "served_model_name": self.path, "weight_version": self.version}
+        )
+
+    def _loads(self, asked: Asked) -> Answer:
+        assert asked.query == {"include": "core"}
+        return Answer.of({"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
+
+    def _pause(self, asked: Asked) -> Answer:
+        assert not self.mode, "another mode over a pause never returns"
+        self.mode = asked.body["mode"]
+        if self.mode == "abort":
+            self.running = 0
+        return Answer.of({"message": "", "status": "ok"})
+
+    def _continue(self, asked: Asked) -> Answer:
+        assert asked.body is not None
+        self.mode = ""
+        return Answer.of({"message": "", "status": "ok"})
+
+    def _flush(self, _: Asked) -> Answer:
+        if self.running:
+            return Answer(400, b"Flush cache failed: requests are running.", "text/plain")
+        return Answer(200, b"Cache flushed.", "text/plain")
+
+    def _release(self, asked: Asked) -> Answer:
+        self.is_dead = bool(self.running) or bool(self.released & set(asked.body["tags"]))
+        self.released |= set(asked.body["tags"])
+        return Answer(200, b"null")
+
+    def _restore(self, asked: Asked) -> Answer:
+        self.is_dead = not set(asked.body["tags"]) <= self.released
+        self.released -= set(asked.body["tags"])
+        return Answer(200, b"null")
+
+    def _update(self, asked: Asked) -> Answer:
+        assert asked.body["abort_all_requests"] is False
+        self.path = asked.body["model_path"]
+        return Answer.of({"success": True, "message": "", "num_paused_requests": 0})
+
+    def _relabel(self, asked: Asked) -> Answer:
+        assert asked.body["abort_all_requests"] is False, "a label must not abort every request"
+        self.version = asked.body["new_version"]
+        return Answer.of({"success": True})
+
+
+@contextlib.asynccontextmanager
+async def in_front_of(engine: Sglang) -> AsyncIterator[Adapter]:
+    async with (
+        engine.upstream().serving() as upstream,
+        running(config_of("sglang", upstream.endpoint)) as adapter,
+    ):
+        engine.forget()
+        yield adapter
+    assert not engine.is_dead
+
+
+@pytest.fixture
+async def harness() -> AsyncIterator[EngineHarness]:
+    async with in_front_of(Sglang()) as adapter:
+        yield EngineHarness(adapter, "sglang")
+
+
+@pytest.mark.clause("AD-37", "AD-40", "AD-41")
+class TestSharedAdminSuite(adapter_suite.AdminSuite):
+    pass
+
+
+async def do(adapter: Adapter, body: Step) -> StepResult:
+    return await adapter.execute_step(step_call(adapter, body), lambda _: None)
+
+
+def pause(mode: PauseMode) -> PauseStep:
+    return PauseStep(pause=PauseSpec(mode=mode, admission=AdmissionPolicy.QUEUE))
+
+
+def release(*kinds: ResourceKind) -> ReleaseStep:
+    retention = WeightRetention.DISCARD if ResourceKind.WEIGHTS in kinds else None
+    return ReleaseStep(kinds=kinds, weight_retention=retention)
+
+
+def checkpoint_at(directory: Path) -> DiskSource:
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    save_file({"head": np.zeros((2, 2), np.float32)}, directory / "model.safetensors")
+    return DiskSource(path=str(directory), format=WeightFormat.SAFETENSORS)
+
+
+@pytest.mark.clause("AD-15")
+async def test_memory_without_the_saver_is_not_offered() -> None:
+    async with in_front_of(Sglang(enable_memory_saver=False)) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        with pytest.raises(Unsupported, match="--enable-memory-saver"):
+            await do(adapter, release(*KV))
+
+
+@pytest.mark.clause("AD-15", "AD-40")
+async def test_a_flush_that_would_speak_of_one_rank_only_is_not_offered() -> None:
+    async with in_front_of(Sglang(dp_size=2)) as adapter:
+        (info,) = adapter.participants()
+        assert AdminOperationKind.FLUSH_CACHES not in info.capabilities.operations
+        with pytest.raises(Unsupported, match="first rank"):
+            await do(adapter, FLUSH)
+
+
+@pytest.mark.clause("AD-40")
+async def test_a_busy_flush_is_refused_in_the_engines_words() -> None:
+    engine = Sglang()
+    engine.running = 1
+    async with in_front_of(engine) as adapter:
+        (outcome,) = (await do(adapter, FLUSH)).participants
+        assert outcome.error is not None
+        assert "requests are running" in outcome.error.message
+        assert [cache.outcome for cache in outcome.caches] == [CacheOutcome.REFUSED]
+
+
+@pytest.mark.clause("AD-41")
+async def test_frozen_requests_are_resumed_before_they_are_aborted() -> None:
+    engine = Sglang()
+    engine.running = 2
+    async with in_front_of(engine) as adapter:
+        frozen = await do(adapter, pause(PauseMode.KEEP))
+        assert_all_ok(frozen)
+        assert frozen.work.kept == 2
+        assert_all_ok(await do(adapter, pause(PauseMode.ABORT)))
+        assert engine.posts() == ["/pause_generation", "/continue_generation", "/pause_generation"]
+
+
+async def test_looking_at_a_paused_engine_never_asks_for_a_generation() -> None:
+    engine = Sglang()
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.KEEP))
+        await adapter.probe()
+        assert not any(each.path.startswith("/health") for each in engine.asked)
+
+
+@pytest.mark.clause("AD-43")
+async def test_memory_is_released_only_at_rest() -> None:
+    engine = Sglang()
+    async with in_front_of(engine) as adapter:
+        with pytest.raises(PreconditionFailed):
+            await do(adapter, release(*KV))
+        engine.running = 1
+        await do(adapter, pause(PauseMode.KEEP))
+        with pytest.raises(PreconditionFailed):
+            await do(adapter, release(*KV))
+        assert "/release_memory_occupation" not in engine.posts()
+
+
+@pytest.mark.clause("AD-43", "AD-44")
+async def test_nothing_is_released_or_restored_twice(tmp_path: Path) -> None:
+    engine = Sglang()
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.DRAIN))
+        assert_all_ok(await do(adapter, release(*KV)))
+        assert_all_ok(await do(adapter, release(*ALL)))
+        assert engine.released == {"weights", "kv_cache", "cuda_graph"}
+        with pytest.raises(PreconditionFailed):
+            await do(adapter, ResumeStep())
+        with pytest.raises(PreconditionFailed):
+            await do(adapter, RestoreStep(kinds=ALL))
+        restore = RestoreStep(kinds=ALL, weight_source=checkpoint_at(tmp_path / "b"))
+        engine.forget()
+        assert_all_ok(await do(adapter, restore))
+        assert engine.posts() == [
+            "/resume_memory_occupation",
+            "/update_weights_from_disk",
+            "/resume_memory_occupation",
+            "/resume_memory_occupation",
+        ]
+        assert_all_ok(await do(adapter, restore))
+        assert_all_ok(await do(adapter, ResumeStep()))
+
+
+@pytest.mark.clause("AD-35", "AD-37")
+async def test_what_a_paused_engine_released_before_us_is_not_guessed() -> None:
+    engine = Sglang()
+    engine.mode = "abort"
+    async with in_front_of(engine) as adapter:
+        (back,) = await adapter.read_back([adapter.participants()[0].participant_id])
+        assert back.paused is True
+        assert back.released is None
+        for step in (release(*KV), RestoreStep(kinds=KV), ResumeStep()):
+            with pytest.raises(PreconditionFailed):
+                await do(adapter, step)
+
+
+@pytest.mark.clause("AD-32", "AD-37", "AD-38", "AD-45")
+async def test_an_update_is_proven_by_checksum_labelled_last_and_can_be_undone(tmp_path: Path) -> None:
+    engine = Sglang()
+    source = checkpoint_at(tmp_path / "b")
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.DRAIN))
+        apply = ApplyWeightsStep(model="m", source=source, weight_version="v2")
+        assert_all_ok(await do(adapter, apply))
+        assert engine.version == "default"
+        verified = await do(adapter, VerifyWeightsStep(model="m", weight_version="v2"))
+        assert verified.participants[0].content_digest
+        undo = UndoWeightsStep(model="m", previous_source=None, previous_weight_version="default")
+        assert_all_ok(await do(adapter, undo))
+        assert engine.path == "model-a"
+        assert_all_ok(await do(adapter, apply))
+        assert_all_ok(await do(adapter, CommitWeightsStep(model="m", weight_version="v2")))
+        assert engine.version == "v2"
+        assert adapter.snapshot().weight_version == "v2"
+
+
+@pytest.mark.clause("AD-37")
+async def test_a_refused_flush_inside_an_update_does_not_hide_that_the_weights_are_live(
+    tmp_path: Path,
+) -> None:
+    engine = Sglang()
+    engine.routes["POST /update_weights_from_disk"] = Answer.of(
+        {"success": False, "message": "Weights were updated, but the cache was not flushed."}, 400
+    )
+    source = checkpoint_at(tmp_path / "b")
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.DRAIN))
+        step = ApplyWeightsStep(model="m", source=source, weight_version="v2")
+        assert_all_ok(await do(adapter, step))
+        engine.routes["POST /update_weights_from_disk"] = Answer.of(
+            {"success": False, "message": "Failed to load."}, 400
+        )
+        (outcome,) = (await do(adapter, step)).participants
+        assert outcome.error is not None
+        assert outcome.error.code is AdminErrorCode.PARTICIPANT_FAILED
+        assert outcome.changed
+
+
+@pytest.mark.clause("AD-15", "AD-41")
+async def test_trtllm_is_paused_at_the_gate_and_says_why_it_can_no_more() -> None:
+    engine = ReplayEngine(unknown=Answer(404, b"{}"))
+    engine.routes = {
+        "GET /health": Answer(200, b""),
+        "GET /version": Answer.of({"version": "1.4.0"}),
+        "GET /v1/models": Answer.of({"data": [{"id": "m"}]}),
+    }
+    async with (
+        engine.upstream().serving() as upstream,
+        running(config_of("trtllm", upstream.endpoint)) as adapter,
+    ):
+        assert_all_ok(await do(adapter, pause(PauseMode.DRAIN)))
+        with pytest.raises(Unsupported, match="no HTTP route"):
+            await do(adapter, FLUSH)
+        assert not any(each.path == "/metrics" for each in engine.asked)
+        assert engine.posts() == []
