@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
 
+from iop.api.http.convert.plan import RUN_OPERATIONS, conversion_for
 from iop.core.errors import NotFound
 from iop.edge.calls import Route
 from iop.edge.snapshot import EdgeSnapshot, ModelSpec
@@ -70,6 +71,7 @@ def _entry(snapshot: EdgeSnapshot, model: ModelSpec) -> dict[str, Any]:
         "iop": {
             "aliases": list(model.aliases),
             "operations": _operations(snapshot, model),
+            **_surfaces(snapshot, model),
             "long_context_tokens": model.long_context_tokens,
         },
     }
@@ -84,3 +86,41 @@ def _operations(snapshot: EdgeSnapshot, model: ModelSpec) -> list[str]:
             continue
         offered.update(_TUNNEL_OPERATIONS if adapter.operations is None else adapter.operations)
     return sorted(offered.intersection(_TUNNEL_OPERATIONS))
+
+
+_PATHS = {
+    "chat_completions": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "embeddings": "/v1/embeddings",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+    "count_tokens": "/v1/messages/count_tokens",
+}
+
+
+def _surfaces(snapshot: EdgeSnapshot, model: ModelSpec) -> dict[str, Any]:
+    """How each route of the model is served, by whichever members of its pool (SF-01).
+
+    ``tunnel``: untouched; ``run``: as a normalised run; ``converted``: in another dialect, which
+    ``conversions`` names; ``estimate``: by the Edge, marked (SF-14). A route that is missing is refused.
+    """
+    ways: dict[str, set[str]] = {}
+    conversions: dict[str, set[str]] = {}
+    for member in model.members:
+        adapter = snapshot.find_adapter(member.key)
+        if adapter is None or not adapter.enabled:
+            continue
+        is_run = adapter.route is Route.RUN
+        offered = RUN_OPERATIONS if is_run else adapter.operations or frozenset(_TUNNEL_OPERATIONS)
+        for operation in _PATHS:
+            if operation in offered:
+                ways.setdefault(operation, set()).add("run" if is_run else "tunnel")
+            elif (other := conversion_for(operation, offered)) is not None:
+                ways.setdefault(operation, set()).add("converted")
+                conversions.setdefault(operation, set()).add(other)
+    if "messages" in ways and "count_tokens" not in ways:
+        ways["count_tokens"] = {"estimate"}
+    return {
+        "endpoints": {path: sorted(ways[name]) for name, path in _PATHS.items() if name in ways},
+        "conversions": {name: sorted(others) for name, others in conversions.items()},
+    }
