@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,7 +149,7 @@ async def a_retry_heals(bench: Bench) -> None:
     offer.need("Pause", "Resume")
     request = offer.pause(bench.key(), deadline_ms=DEADLINE_MS)
     await _fail(bench, "Pause", request, offer.ids("Pause"))
-    again = await bench.call("Pause", offer.pause(bench.key()), timeout_s=SETTLE_TIMEOUT_S)
+    again = await _retried(bench, "Pause", lambda: offer.pause(bench.key()))
     epoch = again.completed.result.pause.pause_epoch
     ill = [p.participant_id for p in (await bench.profile()).participants if p.quarantined]
     require(
@@ -189,9 +191,23 @@ async def a_partial_update_is_undone(bench: Bench) -> None:
         not mixed, saw=f"{mixed} at the failed version and not quarantined", wants="all old, or quarantined"
     )
     for path in (second, first):
-        retry = (await bench.offer()).update(bench.key(), version=bench.key(), path=path)
-        done = await bench.call("UpdateWeights", retry, timeout_s=SETTLE_TIMEOUT_S)
-        require(done.completed, saw="nothing", wants="the retry to complete")
+        await _retried(
+            bench,
+            "UpdateWeights",
+            lambda path=path: offer.update(bench.key(), version=bench.key(), path=path),  # type: ignore[misc]
+        )
+
+
+async def _retried(bench: Bench, rpc: str, make: Callable[[], Any]) -> Answer:
+    """The first try that completes once the rank is whole: its engine may still be on its way back."""
+    until = time.monotonic() + bench.patience_s
+    while True:
+        answer = await bench.call(rpc, make(), timeout_s=SETTLE_TIMEOUT_S)
+        is_done = answer.is_ok and answer.messages[-1].HasField("completed")
+        if is_done or time.monotonic() > until:
+            require(answer.completed, saw="nothing", wants="the retry to complete")
+            return answer
+        await asyncio.sleep(1.0)
 
 
 def _version(offer: Offer) -> str:
