@@ -7,12 +7,46 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
 from engines_models import Engine
 
-from iop.testing.process_fleet import ProcessFleet, free_ports, provider
+from iop.admin.enums import AdmissionPolicy, BusyPolicy, CacheKind, PauseMode
+from iop.admin.requests import (
+    AllTargets,
+    FlushCachesRequest,
+    MutationOptions,
+    PauseRequest,
+    PauseSpec,
+    ResumeRequest,
+)
+from iop.admin.results import AdminOperation
+from iop.client.admin import AdminClient, AdminTarget, StreamingMutation
+from iop.testing.process_fleet import VIEWER, ProcessFleet, free_ports, provider
+
+
+def flush() -> FlushCachesRequest:
+    """Of the prefix cache, unless it is busy."""
+    return FlushCachesRequest(
+        options=_options(), target=AllTargets(), kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL
+    )
+
+
+def pause(mode: PauseMode) -> PauseRequest:
+    """All of it; new requests are refused."""
+    spec = PauseSpec(mode=mode, admission=AdmissionPolicy.REJECT)
+    return PauseRequest(options=_options(), target=AllTargets(), pause=spec)
+
+
+def resume(epoch: int) -> ResumeRequest:
+    """End one pause."""
+    return ResumeRequest(options=_options(), pause_epoch=epoch)
+
+
+def _options() -> MutationOptions:
+    return MutationOptions(idempotency_key=uuid.uuid4().hex)
 
 
 class EngineFleet(ProcessFleet):
@@ -54,6 +88,16 @@ class EngineFleet(ProcessFleet):
                 if adapter["status"] == "available" and not adapter.get("gates"):
                     return
                 await asyncio.sleep(0.05)
+
+    async def operate(self, request: StreamingMutation) -> AdminOperation:
+        """One admin operation to its end, without the start of a command line before it."""
+        address = f"127.0.0.1:{self.admin_port}"
+        async with AdminClient(AdminTarget(address=address, token=VIEWER)) as client:
+            operation_id = ""
+            async with asyncio.timeout(60):
+                async for event in client.submit(request):
+                    operation_id = event.operation_id
+            return await client.get(operation_id)
 
     async def admin(self, *arguments: str) -> tuple[int, dict[str, Any]]:
         """One admin command to its end: exit code and what it printed."""

@@ -11,9 +11,13 @@ from pathlib import Path
 import anthropic
 import openai
 import pytest
-from engines_fleet import EngineFleet
+from engines_fleet import EngineFleet, flush, pause
 from engines_models import ANSWER, Engine
 from engines_rig import HELLO, WEATHER
+
+from iop.admin.enums import AdminOperationState, PauseMode
+from iop.admin.results import PauseResult
+from iop.core.errors import Unsupported
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -75,20 +79,20 @@ async def test_cancel_pause_and_flush_reach_the_engine(endless: EngineFleet, lla
                 pass
         stream = await client.chat.completions.create(model="fast", messages=HELLO, stream=True)  # type: ignore[arg-type]
         await anext(aiter(stream))
-        code, refused = await endless.admin("flush", "--all", "--kind", "prefix", "--busy", "fail")
-        assert code == 4, refused
-        assert "at work" in json.dumps(refused)
-        code, kept = await endless.admin("pause", "--all", "--mode", "keep")
-        assert code == 3, kept
-        code, paused = await endless.admin("pause", "--all", "--mode", "abort", "--admission", "reject")
-        assert code == 0, paused
-        assert paused["result"]["pause"]["aborted"] == 1
+        busy = await endless.operate(flush())
+        assert busy.state is AdminOperationState.FAILED
+        assert "at work" in str(busy.error)
+        with pytest.raises(Unsupported):
+            await endless.operate(pause(PauseMode.KEEP))
+        paused = await endless.operate(pause(PauseMode.ABORT))
+        assert isinstance(paused.result, PauseResult)
+        assert paused.result.aborted == 1
         assert await busy_slots(llamacpp) == 0
         with pytest.raises(openai.APIStatusError):
             await client.chat.completions.create(model="fast", messages=HELLO)  # type: ignore[arg-type]
         code, cleared = await endless.admin("flush", "--all", "--kind", "prefix", "--busy", "fail")
         assert code == 0, cleared
-        epoch = str(paused["result"]["pause"]["pause_epoch"])
+        epoch = str(paused.result.pause_epoch)
         code, resumed = await endless.admin("resume", "--epoch", epoch)
         assert code == 0, resumed
         chat = await client.chat.completions.create(model="fast", messages=HELLO, max_tokens=4)  # type: ignore[arg-type]

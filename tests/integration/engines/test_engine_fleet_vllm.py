@@ -9,9 +9,12 @@ from typing import TypeAlias
 
 import openai
 import pytest
-from engines_fleet import EngineFleet
+from engines_fleet import EngineFleet, flush, pause, resume
 from engines_models import ANSWER, Engine
 from engines_rig import HELLO, WEATHER
+
+from iop.admin.enums import AdminOperationState, PauseMode
+from iop.admin.results import PauseResult
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
@@ -24,7 +27,7 @@ async def fleet(vllm: Engine, tmp_path: Path) -> AsyncIterator[EngineFleet]:
 
 
 KEPT_TOKENS = 12_000
-"""So long that it still runs when the command line has started."""
+"""The engine makes them faster than it sends them: enough that it still works when the pause comes."""
 
 Stream: TypeAlias = openai.AsyncStream[openai.types.chat.ChatCompletionChunk]
 
@@ -69,16 +72,15 @@ async def test_a_fleet_with_vllm_freezes_swaps_and_goes_on(fleet: EngineFleet, m
         called = await client.chat.completions.create(model="fast", messages=HELLO, tools=[WEATHER])  # type: ignore[arg-type,list-item]
         assert called.choices[0].message.tool_calls
         stream = await begin(client, 30_000)
-        code, busy = await fleet.admin("flush", "--all", "--kind", "prefix", "--busy", "fail")
-        assert code == 4, busy
+        busy = await fleet.operate(flush())
+        assert busy.state is AdminOperationState.FAILED
         await stream.close()
         stream = await begin(client, KEPT_TOKENS)
-        code, paused = await fleet.admin("pause", "--all", "--mode", "keep")
-        assert code == 0, paused
-        assert paused["result"]["pause"]["kept"] == 1
-        epoch = str(paused["result"]["pause"]["pause_epoch"])
-        code, resumed = await fleet.admin("resume", "--epoch", epoch)
-        assert code == 0, resumed
+        paused = await fleet.operate(pause(PauseMode.KEEP))
+        assert isinstance(paused.result, PauseResult)
+        assert paused.result.kept == 1
+        resumed = await fleet.operate(resume(paused.result.pause_epoch))
+        assert resumed.state is AdminOperationState.SUCCEEDED
         said, tokens = await rest_of(stream)
         assert tokens == KEPT_TOKENS
         assert said in ANSWER * (len(said) // len(ANSWER) + 2)
