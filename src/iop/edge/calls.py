@@ -25,6 +25,13 @@ CONVERSIONS: Mapping[str, tuple[str, ...]] = {
 first."""
 
 
+SIDE_OPERATIONS: frozenset[str] = frozenset({"count_tokens"})
+"""What occupies no generation slot: it is answered from a tokenizer (SF-14)."""
+
+SIDE_WORK_MAX = 4
+"""Most side work at one provider at once; the Node's gate has the same number."""
+
+
 def ways_to(operation: str) -> tuple[str, ...]:
     """The operation itself and those that a surface can serve it by."""
     return (operation, *CONVERSIONS.get(operation, ()))

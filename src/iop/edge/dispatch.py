@@ -20,6 +20,7 @@ from iop.edge.attempt import Attempt
 from iop.edge.calls import (
     PRIORITY_MAX,
     PRIORITY_MIN,
+    SIDE_OPERATIONS,
     Call,
     DispatchRequest,
     Outcome,
@@ -144,7 +145,9 @@ class Dispatcher:
             operation=request.operation,
             request_id=request.request_id,
             run_id=self._new_run_id(),
-            is_long=threshold is not None and request.estimated_prompt_tokens > threshold,
+            is_long=threshold is not None
+            and request.estimated_prompt_tokens > threshold
+            and request.operation not in SIDE_OPERATIONS,
             priority=max(PRIORITY_MIN, min(PRIORITY_MAX, request.priority)),
             session=request.session,
             preferred_provider=request.preferred_provider,
@@ -581,7 +584,7 @@ class Dispatcher:
         """By leases, not streams: a lease that was granted and not yet opened is work, too."""
         if keys is None:
             return len(self.pools.leases) > 0
-        return any(self.pools.leases.in_flight(key) for key in keys)
+        return any(self.pools.leases.is_held(key) for key in keys)
 
     def _tell_idle(self) -> None:
         for keys, future in self._idle:

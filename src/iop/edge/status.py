@@ -18,7 +18,7 @@ from iop.edge.dispatch import Dispatcher
 from iop.edge.nodes import Nodes
 from iop.edge.outcomes import UNKNOWN_VERSION, OutcomeBook, RequestRecord
 from iop.edge.participants import Participants
-from iop.edge.pools import LeaseKind, Pools
+from iop.edge.pools import Pools
 from iop.edge.snapshot import EdgeSnapshot
 from iop.wire.messages import CommandRequest, CommandType, Usage
 
@@ -209,7 +209,7 @@ class Status:
                 "id": lease.id,
                 "node": lease.key.node,
                 "provider": lease.key.provider,
-                "kind": "long" if lease.kind is LeaseKind.LONG else "normal",
+                "kind": lease.kind.value,
                 "run_id": lease.run_id,
                 "request_id": lease.request_id,
                 "since": self._wall(lease.since),

@@ -7,6 +7,11 @@ never queues (EN-117): the queue is the Edge's.
 
 from __future__ import annotations
 
+from typing import Final
+
+SIDE_WORK_MAX: Final = 4
+"""Most side work at once; the Edge sends no more (SF-14)."""
+
 
 class LocalGate:
     """Counts work at one engine. Pure; used on one event loop.
@@ -16,7 +21,7 @@ class LocalGate:
         long_capacity: most of it with a long context.
     """
 
-    __slots__ = ("_capacity", "_in_flight", "_long_capacity", "_long_in_flight", "_refused")
+    __slots__ = ("_capacity", "_in_flight", "_long_capacity", "_long_in_flight", "_refused", "_side")
 
     def __init__(self, *, capacity: int, long_capacity: int) -> None:
         self._capacity = capacity
@@ -24,6 +29,12 @@ class LocalGate:
         self._in_flight = 0
         self._long_in_flight = 0
         self._refused = 0
+        self._side = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is known to be left at the engine, side work included."""
+        return not self._in_flight and not self._side
 
     @property
     def capacity(self) -> int:
@@ -65,6 +76,21 @@ class LocalGate:
         self._in_flight -= 1
         self._long_in_flight -= is_long
         assert self._long_in_flight >= 0
+
+    def enter_side(self) -> bool:
+        """Take a place for work that needs none of the engine's slots, such as counting tokens; it has a bound of
+        its own. Whoever gets True calls :meth:`leave_side` exactly once.
+        """
+        if self._side >= SIDE_WORK_MAX:
+            self._refused += 1
+            return False
+        self._side += 1
+        return True
+
+    def leave_side(self) -> None:
+        """Give a side place back."""
+        assert self._side > 0
+        self._side -= 1
 
     def resize(self, *, capacity: int, long_capacity: int) -> None:
         """Take new bounds; work above them may finish."""

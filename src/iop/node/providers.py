@@ -61,17 +61,22 @@ class Provider:
         """Stable identity on this Node (EN-85)."""
         return provider_name(self.config)
 
-    def enter(self, *, is_long: bool) -> bool:
+    def enter(self, *, is_long: bool, is_side: bool = False) -> bool:
         """Take a place at the gate; False: full, or going."""
-        if self.is_retiring or not self.gate.enter(is_long=is_long):
+        if self.is_retiring:
+            return False
+        if not (self.gate.enter_side() if is_side else self.gate.enter(is_long=is_long)):
             return False
         self._idle.clear()
         return True
 
-    def leave(self, *, is_long: bool) -> None:
+    def leave(self, *, is_long: bool, is_side: bool = False) -> None:
         """Give a place back."""
-        self.gate.leave(is_long=is_long)
-        if self.gate.in_flight == 0:
+        if is_side:
+            self.gate.leave_side()
+        else:
+            self.gate.leave(is_long=is_long)
+        if self.gate.is_empty:
             self._idle.set()
 
     def reconfigure(self, config: AdapterConfig) -> None:

@@ -44,13 +44,14 @@ _HOLDS_OFF: Final = frozenset(
 class _Hold:
     """What runs and tunnels have in common."""
 
-    __slots__ = ("_is_done", "_on_adapter_cancel", "_work", "is_long", "provider", "session_id")
+    __slots__ = ("_is_done", "_on_adapter_cancel", "_work", "is_long", "is_side", "provider", "session_id")
 
     def __init__(self, work: NodeWork, provider: Provider, *, session_id: str, is_long: bool) -> None:
         self._work = work
         self.provider = provider
         self.session_id = session_id
         self.is_long = is_long
+        self.is_side = False
         self._on_adapter_cancel: Callable[[CancelReason], None] | None = None
         self._is_done = False
 
@@ -181,11 +182,13 @@ class NodeWork:
     def open_tunnel(self, tunnel: InboundTunnel) -> None:
         """Serve one tunnel, or refuse it before its start."""
         request = tunnel.request
-        provider = self._admit(request.adapter, is_long=request.long_context)
+        is_side = _is_side_work(request)
+        provider = self._admit(request.adapter, is_long=request.long_context, is_side=is_side)
         if isinstance(provider, StreamError):
             tunnel.fail(provider)
             return
         held = HeldTunnel(self, provider, tunnel, session_id=request.session_id, is_long=request.long_context)
+        held.is_side = is_side
         self._hold(held)
         try:
             provider.adapter.open_tunnel(held, held.on_done)
@@ -251,7 +254,7 @@ class NodeWork:
         self._waiting_for_safe_point.pop(hold, None)
         if hold in self._held:
             del self._held[hold]
-            hold.provider.leave(is_long=hold.is_long)
+            hold.provider.leave(is_long=hold.is_long, is_side=hold.is_side)
             if not self._held:
                 self._idle.set()
 
@@ -277,7 +280,7 @@ class NodeWork:
         self._held[hold] = None
         self._idle.clear()
 
-    def _admit(self, adapter: str, *, is_long: bool) -> Provider | StreamError:
+    def _admit(self, adapter: str, *, is_long: bool, is_side: bool = False) -> Provider | StreamError:
         """The provider, with a place at its gate taken, or why not; nothing has reached an engine then
         (EN-117).
         """
@@ -292,7 +295,7 @@ class NodeWork:
         if provider is None:
             self.counters["unknown_adapter"] += 1
             return _unknown_adapter()
-        if not provider.enter(is_long=is_long):
+        if not provider.enter(is_long=is_long, is_side=is_side):
             self.counters["busy"] += 1
             return StreamError(
                 code=StreamErrorCode.BUSY,
@@ -315,6 +318,13 @@ class NodeWork:
             held.emit(_run_error(StreamErrorCode.INTERNAL, "the adapter failed"))
         finally:
             held.on_done()
+
+
+def _is_side_work(request: TunnelRequest) -> bool:
+    """Counting tokens takes no generation slot (SF-14), whether it comes by name or by path."""
+    return request.operation == "count_tokens" or (
+        not request.operation and request.path.partition("?")[0] == "/v1/messages/count_tokens"
+    )
 
 
 def _run_error(code: StreamErrorCode, message: str) -> RunEvent:

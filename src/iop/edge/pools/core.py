@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import ceil
 
 from iop.core.ids import Generation, LeaseId, ModelId, NodeId, ProviderId
-from iop.edge.calls import PRIORITY_MAX, PRIORITY_MIN, ProviderKey, Route, ServedTarget
+from iop.edge.calls import PRIORITY_MAX, PRIORITY_MIN, SIDE_OPERATIONS, ProviderKey, Route, ServedTarget
 from iop.edge.pools import figures
 from iop.edge.pools.breaker import Breaker, Verdict
 from iop.edge.pools.gates import OPEN_GATE, RECONCILE_GATE, GateMode, ProviderGate
@@ -137,7 +137,8 @@ class Pools:
             return []
         tripped_before = provider.breaker.is_tripped
         if provider.generation == lease.generation:
-            provider.breaker.record(verdict, was_trial=lease.is_trial, now=now)
+            if lease.kind is not LeaseKind.SIDE:
+                provider.breaker.record(verdict, was_trial=lease.is_trial, now=now)
             if provider.breaker.is_tripped:
                 self._timed[provider.key] = provider
         if not provider.is_configured:
@@ -454,16 +455,18 @@ class Pools:
         self._picks += 1
         provider.last_picked = self._picks
         self._affinities.note(demand.model, demand.session, provider.key)
+        is_side = demand.operation in SIDE_OPERATIONS
+        kind = LeaseKind.LONG if demand.is_long else LeaseKind.NORMAL
         return self.leases.grant(
             key=provider.key,
             generation=provider.generation,
-            kind=LeaseKind.LONG if demand.is_long else LeaseKind.NORMAL,
+            kind=LeaseKind.SIDE if is_side else kind,
             model=demand.model,
             target=member.target,
             request_id=demand.request_id,
             run_id=demand.run_id,
             now=now,
-            is_trial=provider.breaker.begin(),
+            is_trial=not is_side and provider.breaker.begin(),
         )
 
     def _enqueue(
@@ -644,7 +647,7 @@ class Pools:
 
     def _drop_if_idle(self, provider: Provider) -> None:
         """A removed provider goes when its last run ended (EN-114)."""
-        if not self.leases.in_flight(provider.key):
+        if not self.leases.is_held(provider.key):
             self._providers.pop(provider.key, None)
             self._timed.pop(provider.key, None)
 

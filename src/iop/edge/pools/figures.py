@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from iop.edge.calls import SIDE_OPERATIONS
 from iop.edge.pools.gates import GateMode
 from iop.edge.pools.leases import LeaseBook
 from iop.edge.pools.model import CandidateView, ModelFigures, ProviderFigures
@@ -83,6 +84,8 @@ def _obstacle(provider: Provider, key: ClassKey, leases: LeaseBook, now: float) 
         return "does not offer long context" if key.is_long else "does not offer this operation"
     if not provider.gate.is_open:
         return "held by " + ", ".join(provider.gate.held_by or (provider.gate.mode.value,))
+    if key.operation in SIDE_OPERATIONS:
+        return "" if provider.has_room(key, leases, now) else "enough side work"
     if not provider.breaker.admits(now):
         return "failing; its breaker is open"
     if provider.busy_until > now:

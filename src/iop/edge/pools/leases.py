@@ -17,10 +17,11 @@ from iop.edge.calls import ProviderKey
 
 @unique
 class LeaseKind(Enum):
-    """Whether it occupies a long-context slot besides the normal one (EN-111)."""
+    """Whether it occupies a long-context slot besides the normal one (EN-111), or none at all: side work (SF-14)."""
 
     NORMAL = "normal"
     LONG = "long"
+    SIDE = "side"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class LeaseBook:
         self._out: dict[LeaseId, Lease] = {}
         self._by_key: dict[ProviderKey, dict[LeaseId, Lease]] = {}
         self._long: dict[ProviderKey, int] = {}
+        self._side: dict[ProviderKey, int] = {}
         self._next_id = 0
         self.granted_total = 0
         self.returned_total = 0
@@ -90,6 +92,8 @@ class LeaseBook:
         self._by_key.setdefault(key, {})[lease.id] = lease
         if kind is LeaseKind.LONG:
             self._long[key] = self._long.get(key, 0) + 1
+        elif kind is LeaseKind.SIDE:
+            self._side[key] = self._side.get(key, 0) + 1
         self.granted_total += 1
         return lease
 
@@ -100,6 +104,8 @@ class LeaseBook:
         del self._by_key[lease.key][lease.id]
         if lease.kind is LeaseKind.LONG:
             self._long[lease.key] -= 1
+        elif lease.kind is LeaseKind.SIDE:
+            self._side[lease.key] -= 1
         self.returned_total += 1
         return True
 
@@ -118,8 +124,16 @@ class LeaseBook:
         return lost
 
     def in_flight(self, key: ProviderKey) -> int:
-        """Leases out on this resource, of both kinds."""
-        return len(self._by_key.get(key, ()))
+        """Leases out on this resource that occupy a slot, normal and long."""
+        return len(self._by_key.get(key, ())) - self._side.get(key, 0)
+
+    def side_in_flight(self, key: ProviderKey) -> int:
+        """Leases out on this resource that occupy no slot."""
+        return self._side.get(key, 0)
+
+    def is_held(self, key: ProviderKey) -> bool:
+        """Whether any lease is out on this resource."""
+        return bool(self._by_key.get(key))
 
     def long_in_flight(self, key: ProviderKey) -> int:
         """Long leases out on this resource."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 
 from iop.core.ids import Generation, ModelId
-from iop.edge.calls import ProviderKey, ways_to
+from iop.edge.calls import SIDE_OPERATIONS, SIDE_WORK_MAX, ProviderKey, ways_to
 from iop.edge.pools.breaker import Breaker
 from iop.edge.pools.gates import OPEN_GATE, GateMode, ProviderGate
 from iop.edge.pools.leases import LeaseBook
@@ -77,6 +77,14 @@ class Provider:
 
     def has_room(self, key: ClassKey, leases: LeaseBook, now: float) -> bool:
         """Whether a demand of this class may begin here now."""
+        if key.operation in SIDE_OPERATIONS:
+            # Neither a full engine nor one whose generations fail says anything of its tokenizer.
+            return (
+                self.is_live
+                and self.gate.mode is GateMode.OPEN
+                and self.serves(key)
+                and leases.side_in_flight(self.key) < SIDE_WORK_MAX
+            )
         return (
             self.generation is not None
             and self.is_started
