@@ -25,7 +25,7 @@ SIM := $(PYTEST) -p no:randomly -p no:cacheprovider --timeout 3600
 RUNTIME := $(VENV)/.iop-runtime
 DEV := $(VENV)/.iop-dev
 
-.PHONY: help setup run test test-slow engines-test lint types fmt clauses conformance check bench scale proto proto-check docs sim sim-planted fuzz lock clean
+.PHONY: help setup run test test-slow engines-test lint types fmt clauses conformance check bench scale admin-load crash proto proto-check docs sim sim-admin sim-planted fuzz lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(lastword $(MAKEFILE_LIST)) | sort | sed -E 's/:.*## /\t/' | expand -t 14
@@ -80,6 +80,12 @@ bench: $(DEV)  ## direct call against through-the-fleet, one table (ARGS="--json
 scale: $(DEV)  ## 1,000 Nodes, stopped readers and large uploads on one Edge: figures (ARGS="nodes --nodes 200")
 	@$(BIN)/python bench/fleet_scale.py $(ARGS)
 
+admin-load: $(DEV)  ## 200 weight updates under load, every answer judged (ARGS="--updates 20 --keep-every 5")
+	@$(BIN)/python bench/admin_load.py $(ARGS)
+
+crash: $(DEV)  ## kill -9 of Edge and engine at every journal write of every operation (minutes)
+	$(PYTEST) -m soak --timeout 3600 tests/soak/admin $(ARGS)
+
 proto: $(DEV)  ## regenerate the protobuf bindings
 	$(BIN)/python tools/gen_proto.py
 
@@ -98,7 +104,10 @@ sim: $(DEV)  ## the simulations on virtual time (SEEDS=10000 of the Edge, SEED=n
 	IOP_SIM_SEEDS=$(if $(SEED),$(SEED):1,0:$(ADMIN_SEEDS)) $(SIM) tests/sim/admin $(ARGS)
 
 sim-planted: $(DEV)  ## prove that the simulation's checks bite: every planted bug is caught
-	IOP_SIM_PLANTED=1 $(SIM) tests/sim/edge/test_edge_planted.py $(ARGS)
+	IOP_SIM_PLANTED=1 $(SIM) tests/sim/*/test_*planted*.py $(ARGS)
+
+sim-admin: $(DEV)  ## 10,000 seeds of the operation core's simulation (SEEDS=n of them, SEED=n replays one)
+	IOP_SIM_PROGRESS=500 IOP_SIM_SEEDS=$(if $(SEED),$(SEED):1,0:$(SEEDS)) $(SIM) --timeout 0 -s tests/sim/admin/test_sim_admin_random.py $(ARGS)
 
 fuzz: $(DEV)  ## fuzz what reads a peer's bytes, guided by coverage (FUZZ_SECONDS=60 for each target)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --require-hashes -r requirements/fuzz.txt

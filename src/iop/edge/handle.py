@@ -138,6 +138,7 @@ class DispatchHandle:
         "queue_position",
         "record",
         "request",
+        "version_begun",
     )
 
     def __init__(
@@ -173,6 +174,8 @@ class DispatchHandle:
         """Milliseconds between admission and the lease of the current attempt."""
         self.queue_position = 0
         """Waiters that stood ahead when the request was queued; 0 when it never waited."""
+        self.version_begun = ""
+        """Weights that the provider served when the current attempt was sent to it: none older produced its answer."""
 
     # ---- for surfaces ----
 
@@ -193,7 +196,9 @@ class DispatchHandle:
 
     @property
     def weight_version(self) -> str:
-        """Of the provider as known now; ``unknown`` where it is. Ask at the first byte and again at the end (AD-33)."""
+        """Of the provider as known now; ``unknown`` where it is. At the end it tells whether the answer went on under
+        other weights than :attr:`version_begun` (AD-33).
+        """
         return self._shell.weight_version(self._current().lease.key)
 
     @property
@@ -295,8 +300,9 @@ class DispatchHandle:
         self.phase = Phase.RUNNING
         self._frozen_at, self._frozen_s = None, 0.0
         self.record.attempts.append(AttemptRecord(run_id=lease.run_id, provider=lease.key, started_at=now))
+        self.version_begun = shell.weight_version(lease.key)
         if self.attempts == 1:
-            self.record.version_admission = shell.weight_version(lease.key)
+            self.record.version_admission = self.version_begun
         try:
             shell.send(self, attempt, call)
         except ConnectionGoneError:

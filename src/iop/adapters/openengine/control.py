@@ -223,7 +223,13 @@ class OpenEngineControl:
                 return await self._prepare_weights(call, call.body, profile)
             case ApplyWeightsStep(model=model, source=source, weight_version=version):
                 name = steps.engine_model(profile, call.participant_ids, model)
-                update = steps.update_request(call, model=name, source=source, version=version)
+                update = steps.update_request(
+                    call,
+                    model=name,
+                    source=source,
+                    version=version,
+                    pauses=steps.pauses_over(profile, call.participant_ids),
+                )
                 await self._mutate(call, update, report)
                 return await self._verified_weights(call, version)
             case VerifyWeightsStep(weight_version=version) | CommitWeightsStep(weight_version=version):
@@ -408,7 +414,11 @@ class OpenEngineControl:
             raise PreconditionFailed("the previous weights cannot be read again", reason="IRREVERSIBLE")
         model = steps.engine_model(profile, call.participant_ids, body.model)
         update = steps.update_request(
-            call, model=model, source=body.previous_source, version=body.previous_weight_version
+            call,
+            model=model,
+            source=body.previous_source,
+            version=body.previous_weight_version,
+            pauses=steps.pauses_over(profile, call.participant_ids),
         )
         await self._mutate(call, update, report)
         return await self._verified_weights(call, body.previous_weight_version)

@@ -20,6 +20,7 @@ from iop.admin.enums import (
     CacheOutcome,
     CachePolicy,
     ParticipantPhase,
+    PauseMode,
     ReconfigurableField,
     VerificationMethod,
 )
@@ -29,6 +30,7 @@ from iop.admin.requests import (
     MutationOptions,
     ParticipantTargets,
     PauseRequest,
+    PauseSpec,
     ReconfigureServingRequest,
     ReleaseResourcesRequest,
     RestoreResourcesRequest,
@@ -381,17 +383,34 @@ def effective_values(
 
 
 def update_request(
-    call: StepCall, *, model: str, source: WeightSource, version: str, validate_only: bool = False
+    call: StepCall,
+    *,
+    model: str,
+    source: WeightSource,
+    version: str,
+    pauses: Sequence[ActivePause] = (),
+    validate_only: bool = False,
 ) -> UpdateWeightsRequest:
     """Replace the engine's weights; the operation core has paused before and flushes after, by steps of
     their own.
+
+    Args:
+        call: the step.
+        model: the engine's own name of it.
+        source: of the new weights.
+        version: their label.
+        pauses: in force at the engine. Work frozen by one of them goes on under the new weights only where that was
+            asked for (AD-33); the core has judged that for the fleet, so the engine is told so.
+        validate_only: ask whether it would go.
     """
+    kept = next((pause for pause in pauses if pause.mode is PauseMode.KEEP), None)
     return UpdateWeightsRequest(
         options=options_of(call, suffix="/check" if validate_only else "", validate_only=validate_only),
         model=model,
         source=source,
         weight_version=version,
         cache_policy=CachePolicy.KEEP,
+        quiesce=None if kept is None else PauseSpec(mode=PauseMode.KEEP, admission=kept.admission),
         # The core has judged reversibility for the whole fleet; the engine sees only its own part of it.
         allow_irreversible=True,
     )

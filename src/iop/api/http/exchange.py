@@ -65,6 +65,7 @@ class Exchange:
         is_gone: the caller has left; writes do nothing.
         is_started: the answer has begun, so its status can no longer change.
         is_ended: the answer is whole or cut.
+        trailers: asked when a chunked answer ends well, for fields that were not known when it began.
     """
 
     __slots__ = (
@@ -87,6 +88,7 @@ class Exchange:
         "is_started",
         "is_writable",
         "started_at",
+        "trailers",
     )
 
     def __init__(
@@ -102,6 +104,7 @@ class Exchange:
         self.is_started = False
         self.is_ended = False
         self.bytes_written = 0
+        self.trailers: Callable[[], Sequence[tuple[bytes, bytes]]] | None = None
         self._budgets: tuple[ByteBudget, ...] = ()
         self._reserved = 0
         self._chunked = False
@@ -260,8 +263,12 @@ class Exchange:
             return
         self.is_ended = True
         if self._chunked:
-            self._connection.write(b"0\r\n\r\n")
+            self._connection.write(b"0\r\n%b\r\n" % self._trailer_lines())
         self._finish(cut=False)
+
+    def _trailer_lines(self) -> bytes:
+        fields = () if self.trailers is None else self.trailers()
+        return b"".join(b"%b: %b\r\n" % field for field in fields if _BAD_VALUE.search(field[1]) is None)
 
     def cut(self) -> None:
         """Close without the answer's proper end, so that no caller takes it for whole (SF-03, SF-06)."""

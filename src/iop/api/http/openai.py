@@ -16,7 +16,7 @@ import msgspec
 import orjson
 
 from iop.api.http.convert.hook import Conversion
-from iop.api.http.convert.plan import conversion_for, plan_request
+from iop.api.http.convert.plan import RUN_OPERATIONS, conversion_for, plan_request
 from iop.api.http.convert.writers import AnswerTerms
 from iop.api.http.errors import Dialect, error_body, error_code, error_headers, error_status
 from iop.api.http.estimate import estimate_tokens, prompt_bytes
@@ -40,9 +40,6 @@ from iop.edge.snapshot import EdgeSnapshot
 from iop.wire.messages import CancelReason
 
 __all__ = ["DispatchPort", "EdgeHttp"]
-
-_RUN_OPERATIONS: Final = frozenset({"chat_completions", "completions"})
-"""What normalised runs are asked in; other chats are converted to it."""
 
 PRIORITY_DIGITS_MAX: Final = 4
 """Longest ``x-iop-priority``; the dispatcher clamps it anyway."""
@@ -266,7 +263,7 @@ class EdgeHttp:
         """Build the provider's request once it is known who serves it (EN-54), and the sink of its answer."""
         operation, visit = exchange.data
         call: TunnelCall | RunCall
-        offered = target.operations if target.route is Route.TUNNEL else _RUN_OPERATIONS
+        offered = target.operations if target.route is Route.TUNNEL else RUN_OPERATIONS
         if (other := conversion_for(operation.name, offered)) is not None:
             call = self._convert(exchange, operation, visit, target, other)
         elif target.route is Route.TUNNEL:
@@ -366,10 +363,18 @@ class EdgeHttp:
         visit.forget()
         exchange.release_body()
         self._count(exchange, visit, status)
+        # A KEEP pause may have held the whole answer while the weights changed: name those that it began under.
+        version = handle.version_begun
+
+        def trailers() -> HeaderList:
+            last = handle.weight_version
+            return [(b"x-iop-weight-version-last", last.encode("utf-8", "replace"))] if last != version else []
+
+        exchange.trailers = trailers
         headers: HeaderList = [
             (b"x-request-id", visit.request_id.encode("ascii")),
             (b"x-iop-queue-ms", b"%d" % handle.queue_ms),
-            (b"x-iop-weight-version", handle.weight_version.encode("utf-8", "replace")),
+            (b"x-iop-weight-version", version.encode("utf-8", "replace")),
         ]
         if handle.queue_position:
             headers.append((b"x-iop-queue-position", b"%d" % handle.queue_position))

@@ -161,6 +161,8 @@ class Relay:
                 self._json = JsonWatch()
         self._remaining = length
         assert self._handle is not None, "no answer comes before dispatch has returned"
+        if self._handle.version_begun != self._handle.weight_version:
+            length = None  # a trailer has to tell of it, and only chunks can be followed by one (AD-33)
         out += self._begin(self._exchange, self._handle, status)
         if self._shown_model is not None and self._mode is _Mode.PLAIN and b"json" in kind:
             self._withheld = (
@@ -321,9 +323,18 @@ class Relay:
                 self._handle.note_usage(usage)
         if self._withheld is not None and self._shown_model is not None:
             status, headers = self._withheld
-            exchange.respond(status, headers, rename_model(whole, self._shown_model))
+            exchange.start(
+                status, headers, length=self._length_of(renamed := rename_model(whole, self._shown_model))
+            )
+            exchange.write(renamed)
+            exchange.end()
         else:
             exchange.end()
+
+    def _length_of(self, body: bytes) -> int | None:
+        """What to state; None where a trailer has to follow."""
+        handle = self._handle
+        return None if handle is not None and handle.version_begun != handle.weight_version else len(body)
 
     def _give_up(self, error: IopError) -> None:
         """End an answer that has begun and that we cannot go on with."""
