@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -208,3 +209,31 @@ async def test_the_public_name_is_shown_on_converted_routes_where_the_rule_says_
             for is_stream in (False, True):
                 said = await say(TALKS[dialect], fleet.url, Ask("hello"), is_stream=is_stream, is_sync=False)
                 assert said.model == "fast"
+
+
+@pytest.mark.clause("SF-10", "EN-66")
+async def test_calls_that_a_backend_could_only_write_as_text_are_tool_uses_in_every_dialect() -> None:
+    async def no_tools(call: StubCall) -> None:
+        if call.json.get("tools"):
+            refusal = b'{"error":"real does not support tools"}'
+            await call.write(whole_answer(refusal, status=b"400 Bad Request"))
+            return
+        told = {"tool_calls": [{"name": "weather", "arguments": {"city": "Paris"}}]}
+        line = {"model": "real", "message": {"role": "assistant", "content": json.dumps(told)}}
+        done = {"done": True, "done_reason": "stop", "prompt_eval_count": 3, "eval_count": 2}
+        body = json.dumps(line | done).encode() + b"\n"
+        await call.write(whole_answer(body, kind=b"application/x-ndjson"))
+
+    async with backend("run") as fleet:
+        fleet.stub.script = no_tools
+        for dialect in ("messages", "responses"):
+            for is_stream in (False, True):
+                said = await say(
+                    TALKS[dialect],
+                    fleet.url,
+                    Ask("weather?", with_tools=True),
+                    is_stream=is_stream,
+                    is_sync=False,
+                )
+                assert (said.calls, said.text) == ([("weather", {"city": "Paris"})], "")
+                assert said.stop == "tool_calls"
