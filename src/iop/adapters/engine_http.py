@@ -12,13 +12,13 @@ import msgspec
 
 from iop.adapters.http_exchange import HttpRequest, Origin, client_ssl_context
 from iop.adapters.http_upstream import CONNECT_TIMEOUT_S, HttpUpstream
-from iop.core.errors import InvalidRequest, RemoteProtocolError, Unavailable
+from iop.core.errors import InvalidRequest, IopError, RemoteProtocolError, Unavailable
 from iop.wire.messages import Header, OpenAICompatSettings
 
 Shape = TypeVar("Shape")
 
 QUESTION_TIMEOUT_S: Final = 5.0
-"""For what an engine answers from memory."""
+"""For what an engine answers from memory; a step asks again as long as it has time."""
 
 ANSWER_BYTES_MAX: Final = 8 * 1024 * 1024
 """Largest control answer: an engine's metrics and its API description are some hundred KiB each."""
@@ -110,6 +110,18 @@ class EngineHttp:
     ) -> EngineAnswer:
         """Ask. Raises Unavailable, DeadlineExceeded, RemoteProtocolError or Overloaded."""
         return await self._ask(b"GET", path, query or {}, (), timeout_s)
+
+    async def get_all(self, *paths: str) -> list[EngineAnswer]:
+        """Ask several things at once: a busy server takes as long for all as for one. Raises as :meth:`get`."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(self.get(path), name=f"engine.get {path}") for path in paths]
+        except BaseExceptionGroup as group:
+            failures = group.subgroup(IopError)
+            if failures is None or len(failures.exceptions) != len(group.exceptions):
+                raise
+            raise failures.exceptions[0] from None
+        return [task.result() for task in asked]
 
     async def post(
         self,

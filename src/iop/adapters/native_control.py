@@ -267,7 +267,7 @@ class NativeControl(abc.ABC):
         if call.participant_ids != (ENGINE,):
             raise PreconditionFailed("the engine has one participant", reason="UNKNOWN_PARTICIPANT")
         try:
-            await self._look()
+            await self._look_patiently(call.timeout_s)
         except (DeadlineExceeded, RemoteProtocolError, Overloaded) as exc:
             raise Unavailable(exc.message, reason=exc.reason) from exc
         try:
@@ -425,6 +425,20 @@ class NativeControl(abc.ABC):
             _log.info("engine.changed kind=%s", self.NAME)
             self._services.on_change()
         return seen
+
+    async def _look_patiently(self, timeout_s: float) -> Observed:
+        """Look until it answers: a server that sends much answers late, which is no failure yet.
+
+        Raises as a look does; DeadlineExceeded when the time is up.
+        """
+        clock = self._services.clock
+        deadline = clock.monotonic() + timeout_s
+        while True:
+            try:
+                return await self._look()
+            except DeadlineExceeded:
+                if clock.monotonic() >= deadline:
+                    raise
 
     def _note_failure(self, message: str) -> None:
         if message != self._failure:

@@ -23,8 +23,6 @@ from iop.adapters.base import AdapterServices, TunnelStream
 from iop.adapters.device_memory import device_bytes_used
 from iop.adapters.native_control import (
     ENGINE,
-    GATE_MODES,
-    GATE_OPERATIONS,
     NativeControl,
     Observed,
     Offer,
@@ -45,6 +43,7 @@ from iop.adapters.vllm.answers import (
     Version,
     WeightInfo,
 )
+from iop.adapters.vllm.offer import MODES, OFFERS, RESETS, TAGS, offered
 from iop.adapters.vllm.profiles import Profiles
 from iop.adapters.vllm.weights import WeightSwap
 from iop.admin.enums import (
@@ -53,16 +52,13 @@ from iop.admin.enums import (
     BusyPolicy,
     CacheKind,
     CacheOutcome,
-    CachePolicy,
     DrainTimeoutAction,
     PauseMode,
     ProfilerKind,
     ResourceKind,
     WeightFormat,
     WeightRetention,
-    WeightSourceKind,
 )
-from iop.admin.profile import Capabilities
 from iop.admin.requests import DiskSource
 from iop.admin.results import CacheResult, ResourceAmount
 from iop.admin.steps import (
@@ -97,14 +93,8 @@ INFO_TIMEOUT_S: Final = 30.0
 FREED_TIMEOUT_S: Final = 5.0
 """How long freed memory may take to show at the device."""
 
-NEEDS_DEV: Final = "start vLLM with VLLM_SERVER_DEV_MODE=1"
-NEEDS_DOCS: Final = "start vLLM without --disable-fastapi-docs, so that its routes can be seen"
-NEEDS_SLEEP: Final = "start vLLM with --enable-sleep-mode (GPU only)"
-NEEDS_PROFILER: Final = "start vLLM with --profiler-config naming a profiler and a directory"
 
-_TAGS: Final = {ResourceKind.WEIGHTS: "weights", ResourceKind.KV_CACHE: "kv_cache"}
-_MODES: Final = {PauseMode.DRAIN: "wait", PauseMode.ABORT: "abort", PauseMode.KEEP: "keep"}
-_RESETS: Final = {CacheKind.MULTIMODAL: "/reset_mm_cache", CacheKind.ENCODER: "/reset_encoder_cache"}
+_STATES: Final = ("/is_paused", "/is_sleeping", "/weight_info")
 
 
 class VllmControl(NativeControl):
@@ -115,40 +105,7 @@ class VllmControl(NativeControl):
     """
 
     NAME: ClassVar[str] = "vLLM"
-    OFFERS: ClassVar[tuple[Offer, ...]] = (
-        Offer(
-            operation=Op.PAUSE,
-            detail="drain, abort at the Node's gate; keep, and all in the engine",
-            needs="development mode",
-        ),
-        Offer(operation=Op.RESUME, detail="frozen requests go on", needs=""),
-        Offer(
-            operation=Op.FLUSH_CACHES,
-            detail="prefix, multimodal, encoder; busy: fail, wait, preempt",
-            needs="development mode",
-        ),
-        Offer(
-            operation=Op.RELEASE_RESOURCES,
-            detail="weights (offloaded or discarded), KV cache",
-            needs="development mode, `--enable-sleep-mode`",
-        ),
-        Offer(
-            operation=Op.RESTORE_RESOURCES,
-            detail="all or some; discarded weights from disk",
-            needs="development mode, `--enable-sleep-mode`",
-        ),
-        Offer(
-            operation=Op.UPDATE_WEIGHTS,
-            detail="disk (safetensors), verified by checksum or a probe",
-            needs="development mode; the same files on Node and engine",
-        ),
-        Offer(operation=Op.START_PROFILE, detail="CPU, GPU, memory", needs="`--profiler-config`"),
-        Offer(
-            operation=Op.STOP_PROFILE,
-            detail="artifacts fetched through the Node",
-            needs="`--profiler-config`",
-        ),
-    )
+    OFFERS: ClassVar[tuple[Offer, ...]] = OFFERS
 
     def __init__(
         self,
@@ -177,24 +134,16 @@ class VllmControl(NativeControl):
     # ---- looking ----
 
     async def _observe(self) -> Observed:
-        health = await self._http.get("/health")
+        health, metrics = await self._http.get_all("/health", "/metrics")
         if not health.is_ok:
             raise Unavailable(f"the engine is not well: {health.words}", reason="ENGINE_UNHEALTHY")
-        load = Load.read((await self._http.get("/metrics")).body)
+        load = Load.read(metrics.body)
         if load.start_time != self._instance:
             await self._get_to_know()
             self._instance = load.start_time
-        if "/is_paused" in self._paths:
-            self._is_paused = (await self._http.get("/is_paused")).read(IsPaused).is_paused
-            if self._is_paused:
-                self._is_gated = True
-        self._sleep = load.sleep
-        if not self._sleep and "/is_sleeping" in self._paths:
-            is_asleep = (await self._http.get("/is_sleeping")).read(IsSleeping).is_sleeping
-            self._sleep = "weights_offloaded" if is_asleep and self._released else "awake"
-        if "/weight_info" in self._paths:
-            self._label = (await self._http.get("/weight_info")).read(WeightInfo).weight_version
-        capabilities, missing = self._offered()
+        await self._read_states(load)
+        kinds = self._profiles.kinds() if "/start_profile" in self._paths else frozenset[ProfilerKind]()
+        capabilities, missing = offered(self._paths, self._launch, kinds)
         return Observed(
             instance=load.start_time,
             engine_version=self._version,
@@ -205,6 +154,20 @@ class VllmControl(NativeControl):
             missing=missing,
             startup_source=self._startup_source(),
         )
+
+    async def _read_states(self, load: Load) -> None:
+        asked = [path for path in _STATES if path in self._paths]
+        told = dict(zip(asked, await self._http.get_all(*asked), strict=True))
+        if "/is_paused" in told:
+            self._is_paused = told["/is_paused"].read(IsPaused).is_paused
+            if self._is_paused:
+                self._is_gated = True
+        if "/weight_info" in told:
+            self._label = told["/weight_info"].read(WeightInfo).weight_version
+        self._sleep = load.sleep
+        if not self._sleep and "/is_sleeping" in told:
+            is_asleep = told["/is_sleeping"].read(IsSleeping).is_sleeping
+            self._sleep = "weights_offloaded" if is_asleep and self._released else "awake"
 
     async def _get_to_know(self) -> None:
         """Once per process of the engine: what it can, and how it was started."""
@@ -230,49 +193,6 @@ class VllmControl(NativeControl):
         path = self._swap.startup_path
         return DiskSource(path=path, format=WeightFormat.SAFETENSORS) if path else None
 
-    def _offered(self) -> tuple[Capabilities, dict[Op, str]]:
-        paths, missing = self._paths, {}
-        operations = set(GATE_OPERATIONS)
-        is_dev = {"/pause", "/resume", "/is_paused"} <= paths
-        why = NEEDS_DEV if paths else NEEDS_DOCS
-        caches = {CacheKind.PREFIX} if "/reset_prefix_cache" in paths else set()
-        caches |= {kind for kind, path in _RESETS.items() if path in paths}
-        can_sleep = self._launch.sleep_mode and is_dev and "/sleep" in paths
-        can_swap = is_dev and {"/collective_rpc", "/weight_info", "/update_weight_version"} <= paths
-        kinds = self._profiles.kinds() if "/start_profile" in paths else frozenset[ProfilerKind]()
-        if caches:
-            operations.add(Op.FLUSH_CACHES)
-        else:
-            missing[Op.FLUSH_CACHES] = why
-        for op in (Op.RELEASE_RESOURCES, Op.RESTORE_RESOURCES):
-            if can_sleep:
-                operations.add(op)
-            else:
-                missing[op] = NEEDS_SLEEP if is_dev else why
-        if can_swap:
-            operations.add(Op.UPDATE_WEIGHTS)
-        else:
-            missing[Op.UPDATE_WEIGHTS] = why
-        for op in (Op.START_PROFILE, Op.STOP_PROFILE):
-            if kinds:
-                operations.add(op)
-            else:
-                missing[op] = NEEDS_PROFILER
-        modes = frozenset(_MODES) if is_dev else GATE_MODES
-        return Capabilities(
-            operations=frozenset(operations),
-            pause_modes=modes,
-            quiesce_modes=modes if can_swap else frozenset(),
-            cache_kinds=frozenset(caches),
-            busy_policies=frozenset(BusyPolicy) if caches else frozenset(),
-            resource_kinds=frozenset(_TAGS) if can_sleep else frozenset(),
-            weight_retentions=frozenset(WeightRetention) if can_sleep else frozenset(),
-            weight_sources=frozenset({WeightSourceKind.DISK}) if can_swap else frozenset(),
-            weight_formats=frozenset({WeightFormat.SAFETENSORS}) if can_swap else frozenset(),
-            cache_policies=frozenset(CachePolicy) if can_swap else frozenset(),
-            profiler_kinds=kinds,
-        ), missing
-
     def weight_version(self) -> str:
         """As `/weight_info` last said."""
         return self._label
@@ -291,7 +211,7 @@ class VllmControl(NativeControl):
         """By the engine's own state; which of several only we know, and after our restart: all that may be."""
         if not self._launch.sleep_mode or self._sleep == "awake":
             return frozenset()
-        return frozenset(_TAGS) if self._released is None else self._released
+        return frozenset(TAGS) if self._released is None else self._released
 
     # ---- pause ----
 
@@ -301,7 +221,7 @@ class VllmControl(NativeControl):
             return await self._gate_pause(call, step)
         if self._is_paused and self._mode is mode:
             return succeeded(changed=False, work=WorkCounts(kept=self._frozen))
-        native = _MODES[mode]
+        native = MODES[mode]
         work = WorkCounts()
         if mode is PauseMode.DRAIN:
             native, work = await self._drain(call, step)
@@ -345,7 +265,7 @@ class VllmControl(NativeControl):
             raise not_verified("the engine answered `paused` and says that it is not")
 
     async def _is_paused_now(self) -> bool:
-        await self._look()
+        await self._look_patiently(PAUSE_TIMEOUT_S)
         return self._is_paused
 
     async def _resume(self, call: StepCall) -> StepResult:
@@ -356,7 +276,7 @@ class VllmControl(NativeControl):
         if not self._is_paused:
             changed, self._is_gated = self._is_gated, False
             return succeeded(changed=changed)
-        answer = await self._http.post("/resume")
+        answer = await self._http.post("/resume", timeout_s=PAUSE_TIMEOUT_S)
         if not answer.is_ok:
             raise StepFailed(f"the engine refused to resume: {answer.words}", retryable=True)
         if await self._is_paused_now():
@@ -414,13 +334,13 @@ class VllmControl(NativeControl):
         seen = await self._look()
         if not self._is_paused and (seen.in_flight or seen.queued):
             return f"the {kind.name.lower()} cache can be cleared only while the engine is idle or paused"
-        answer = await self._http.post(_RESETS[kind], timeout_s=PAUSE_TIMEOUT_S)
+        answer = await self._http.post(RESETS[kind], timeout_s=PAUSE_TIMEOUT_S)
         return "" if answer.is_ok else f"the engine could not clear its cache: {answer.words}"
 
     # ---- memory ----
 
     async def _release(self, call: StepCall, step: ReleaseStep) -> StepResult:
-        if not set(step.kinds) <= set(_TAGS):
+        if not set(step.kinds) <= set(TAGS):
             raise PreconditionFailed("vLLM releases weights and KV cache only", reason="RESOURCE_KIND")
         if not self._is_paused:
             raise PreconditionFailed("only a paused engine releases memory", reason="NOT_PAUSED")

@@ -102,7 +102,9 @@ class WeightSwap:
             case VerifyWeightsStep():
                 return await self._verify(has_checksums=has_checksums, can_probe=can_probe)
             case CommitWeightsStep(weight_version=version):
-                answer = await self._http.post("/update_weight_version", {"new_version": version})
+                answer = await self._http.post(
+                    "/update_weight_version", {"new_version": version}, timeout_s=PROBE_TIMEOUT_S
+                )
                 if not answer.is_ok:
                     raise StepFailed(f"the engine refused the version label: {answer.words}")
                 self._is_changed = False
@@ -162,7 +164,7 @@ class WeightSwap:
     async def _probe(self) -> None:
         """Let it run for one real completion: only that shows that it lives."""
         self.has_resumed = True
-        resumed = await self._http.post("/resume")
+        resumed = await self._http.post("/resume", timeout_s=PROBE_TIMEOUT_S)
         if not resumed.is_ok:
             raise not_verified(f"the engine could not be resumed for a probe: {resumed.words}")
         answer = await self._http.post(

@@ -1,0 +1,118 @@
+"""What vLLM can do, in words, and what one process of it does offer by its routes and how it was started. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from iop.adapters.native_control import GATE_MODES, GATE_OPERATIONS, Offer
+from iop.adapters.vllm.answers import Launch
+from iop.admin.enums import (
+    AdminOperationKind,
+    BusyPolicy,
+    CacheKind,
+    CachePolicy,
+    PauseMode,
+    ProfilerKind,
+    ResourceKind,
+    WeightFormat,
+    WeightRetention,
+    WeightSourceKind,
+)
+from iop.admin.profile import Capabilities
+
+Op = AdminOperationKind
+
+NEEDS_DEV: Final = "start vLLM with VLLM_SERVER_DEV_MODE=1"
+NEEDS_DOCS: Final = "start vLLM without --disable-fastapi-docs, so that its routes can be seen"
+NEEDS_SLEEP: Final = "start vLLM with --enable-sleep-mode (GPU only)"
+NEEDS_PROFILER: Final = "start vLLM with --profiler-config naming a profiler and a directory"
+
+TAGS: Final = {ResourceKind.WEIGHTS: "weights", ResourceKind.KV_CACHE: "kv_cache"}
+MODES: Final = {PauseMode.DRAIN: "wait", PauseMode.ABORT: "abort", PauseMode.KEEP: "keep"}
+RESETS: Final = {CacheKind.MULTIMODAL: "/reset_mm_cache", CacheKind.ENCODER: "/reset_encoder_cache"}
+
+OFFERS: Final[tuple[Offer, ...]] = (
+    Offer(
+        operation=Op.PAUSE,
+        detail="drain, abort at the Node's gate; keep, and all in the engine",
+        needs="development mode",
+    ),
+    Offer(operation=Op.RESUME, detail="frozen requests go on", needs=""),
+    Offer(
+        operation=Op.FLUSH_CACHES,
+        detail="prefix, multimodal, encoder; busy: fail, wait, preempt",
+        needs="development mode",
+    ),
+    Offer(
+        operation=Op.RELEASE_RESOURCES,
+        detail="weights (offloaded or discarded), KV cache",
+        needs="development mode, `--enable-sleep-mode`",
+    ),
+    Offer(
+        operation=Op.RESTORE_RESOURCES,
+        detail="all or some; discarded weights from disk",
+        needs="development mode, `--enable-sleep-mode`",
+    ),
+    Offer(
+        operation=Op.UPDATE_WEIGHTS,
+        detail="disk (safetensors), verified by checksum or a probe",
+        needs="development mode; the same files on Node and engine",
+    ),
+    Offer(operation=Op.START_PROFILE, detail="CPU, GPU, memory", needs="`--profiler-config`"),
+    Offer(
+        operation=Op.STOP_PROFILE,
+        detail="artifacts fetched through the Node",
+        needs="`--profiler-config`",
+    ),
+)
+
+
+def offered(
+    paths: frozenset[str], launch: Launch, profiler_kinds: frozenset[ProfilerKind]
+) -> tuple[Capabilities, dict[Op, str]]:
+    """What this process of it can, and why it cannot the rest.
+
+    Args:
+        paths: its routes.
+        profiler_kinds: what its profiler records, where its files can be fetched.
+    """
+    missing: dict[Op, str] = {}
+    operations = set(GATE_OPERATIONS)
+    is_dev = {"/pause", "/resume", "/is_paused"} <= paths
+    why = NEEDS_DEV if paths else NEEDS_DOCS
+    caches = {CacheKind.PREFIX} if "/reset_prefix_cache" in paths else set()
+    caches |= {kind for kind, path in RESETS.items() if path in paths}
+    can_sleep = launch.sleep_mode and is_dev and "/sleep" in paths
+    can_swap = is_dev and {"/collective_rpc", "/weight_info", "/update_weight_version"} <= paths
+    if caches:
+        operations.add(Op.FLUSH_CACHES)
+    else:
+        missing[Op.FLUSH_CACHES] = why
+    for op in (Op.RELEASE_RESOURCES, Op.RESTORE_RESOURCES):
+        if can_sleep:
+            operations.add(op)
+        else:
+            missing[op] = NEEDS_SLEEP if is_dev else why
+    if can_swap:
+        operations.add(Op.UPDATE_WEIGHTS)
+    else:
+        missing[Op.UPDATE_WEIGHTS] = why
+    for op in (Op.START_PROFILE, Op.STOP_PROFILE):
+        if profiler_kinds:
+            operations.add(op)
+        else:
+            missing[op] = NEEDS_PROFILER
+    modes = frozenset(MODES) if is_dev else GATE_MODES
+    return Capabilities(
+        operations=frozenset(operations),
+        pause_modes=modes,
+        quiesce_modes=modes if can_swap else frozenset(),
+        cache_kinds=frozenset(caches),
+        busy_policies=frozenset(BusyPolicy) if caches else frozenset(),
+        resource_kinds=frozenset(TAGS) if can_sleep else frozenset(),
+        weight_retentions=frozenset(WeightRetention) if can_sleep else frozenset(),
+        weight_sources=frozenset({WeightSourceKind.DISK}) if can_swap else frozenset(),
+        weight_formats=frozenset({WeightFormat.SAFETENSORS}) if can_swap else frozenset(),
+        cache_policies=frozenset(CachePolicy) if can_swap else frozenset(),
+        profiler_kinds=profiler_kinds,
+    ), missing
