@@ -241,3 +241,18 @@ def test_a_stop_sequence_is_named_where_the_provider_names_it() -> None:
     choice = {"index": 0, "message": {"content": "a"}, "finish_reason": "stop", "stop_reason": "END"}
     whole = json.loads(converter("messages").whole(json.dumps({"choices": [choice]}).encode()))
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "END")
+
+
+@pytest.mark.clause("SF-10")
+def test_half_a_character_in_a_chunk_breaks_no_stream() -> None:
+    half = b'data: {"model":"m","choices":[{"index":0,"delta":{"content":"a\\ud83d"}}]}\n\n'
+    got = events(run("messages", half, delta("stop")))
+    assert got[-1]["type"] == "message_stop"
+    (text,) = [e["delta"]["text"] for e in got if e["type"] == "content_block_delta"]
+    assert text.startswith("a")
+
+
+@pytest.mark.clause("SF-14")
+def test_a_chunk_that_cannot_be_read_is_no_silent_loss() -> None:
+    got = events(run("messages", delta(content="a"), b"data: {oops\n\n", delta("stop")))
+    assert got[-1]["type"] == "error"

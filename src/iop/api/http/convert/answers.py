@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -173,5 +174,14 @@ def _object(data: bytes) -> dict[str, Any] | None:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError:
-        return None
+        value = _lenient(data)
     return value if isinstance(value, dict) else None
+
+
+def _lenient(data: bytes) -> Any:
+    """JSON with half a character escaped, as providers send that count text in UTF-16: the half is replaced."""
+    try:
+        value = json.loads(data)
+        return orjson.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return None

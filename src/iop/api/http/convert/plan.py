@@ -114,13 +114,20 @@ def plan_request(
         source=source,
         operation=target,
         dialect=_DIALECTS[target],
-        body=json.dumps(made, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass"),
+        body=_encode(made),
         has_tools="tools" in made,
         is_stream=made.get("stream") is True,
         dropped=tuple(losses.dropped),
         echo=response_echo(body) if source == "responses" else {},
         has_usage=has_usage,
     )
+
+
+def _encode(value: Any) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # half a character, which only escapes can say
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 _WRITERS: Final[Mapping[str, Callable[[AnswerTerms], Writer]]] = {
