@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import re
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
+from typing import cast
 
 import uvloop
 from run import usage
@@ -25,7 +27,7 @@ from run import usage
 from iop.core.limits import KIB, MIB, STREAM_WINDOW_BYTES
 from iop.testing.node_swarm import node_id
 from iop.testing.process_fleet import ProcessFleet, post, provider
-from iop.testing.stub_engine import StubCall, StubEngine, whole_answer
+from iop.testing.stub_engine import whole_answer
 
 SWARMS = 4
 STOPPED_STREAMS = 200
@@ -40,37 +42,72 @@ FLOOD = b"data: " + b"x" * (16 * KIB) + b"\n\n"
 # ---- scripted parts in processes of their own ----
 
 
-async def answer(call: StubCall) -> None:
-    """By the path's last part and the first bytes of the body: flood, drip, or swallow."""
-    if b'"user":"flood"' in call.body[:200]:
-        await call.start_events()
-        while not call.is_peer_gone.is_set():
-            await call.chunk(FLOOD)
-    elif b'"user":"drip"' in call.body[:200]:
-        await call.start_events()
-        loop = asyncio.get_running_loop()
-        at = loop.time()
-        while not call.is_peer_gone.is_set():
-            await call.chunk(CHUNK)
-            at = max(at + PACE_S, loop.time())
-            await asyncio.sleep(at - loop.time())
-    else:
-        await call.write(whole_answer(b'{"bytes":%d}' % len(call.body)))
+class Engine(asyncio.Protocol):
+    """A scripted engine that costs next to nothing: floods, drips, or swallows, as its request's ``user`` says."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._loop = asyncio.get_running_loop()
+        self._head, self._body, self._received, self._length = b"", b"", 0, -1
+        self._is_flooding = self._is_lost = False
+
+    def data_received(self, data: bytes) -> None:
+        if self._length < 0:
+            self._head += data
+            head, end, data = self._head.partition(b"\r\n\r\n")
+            if not end:
+                return
+            found = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+            self._length = int(found[1]) if found else (0 if head.startswith(b"GET") else sys.maxsize)
+        self._received += len(data)
+        self._body = (self._body + data)[:300] if len(self._body) < 300 else self._body
+        if self._received >= self._length or (self._length == sys.maxsize and data.endswith(b"0\r\n\r\n")):
+            self._answer()
+
+    def _answer(self) -> None:
+        start = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        if b'"user":"flood"' in self._body:
+            self._transport.write(start)
+            self._is_flooding = True
+            self.resume_writing()
+        elif b'"user":"drip"' in self._body:
+            self._transport.write(start)
+            self._drip(self._loop.time())
+        else:
+            self._transport.write(whole_answer(b'{"object":"list","data":[],"bytes":%d}' % self._received))
+            self._head, self._body, self._received, self._length = b"", b"", 0, -1
+
+    def _drip(self, at: float) -> None:
+        if not self._is_lost:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(CHUNK), CHUNK))
+            at = max(at + PACE_S, self._loop.time())
+            self._loop.call_at(at, self._drip, at)
+
+    def pause_writing(self) -> None:
+        self._is_flooding = False
+
+    def resume_writing(self) -> None:
+        self._is_flooding = True
+        while self._is_flooding and not self._is_lost:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(FLOOD), FLOOD))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
 
 
 async def engine_role() -> None:
     """A scripted engine; says where it is."""
-    async with StubEngine(answer) as stub:
-        print(stub.endpoint, flush=True)
-        await asyncio.Event().wait()
+    server = await asyncio.get_running_loop().create_server(Engine, "127.0.0.1", 0)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await asyncio.Event().wait()
 
 
 def body(user: str, *, padding: int = 0) -> bytes:
     """A streaming chat request that tells the engine what to do."""
-    return b'{"user":"%s","model":"fast","stream":true,"messages":[],"pad":"%s"}' % (
-        user.encode(),
-        b"x" * padding,
-    )
+    # The streams that are measured have an engine process of their own, or they would feel what the others do to it.
+    model = b"calm" if user == "drip" else b"fast"
+    start = b'{"user":"%b","model":"%b","stream":true,"messages":[],"pad":"' % (user.encode(), model)
+    return start + b"x" * padding + b'"}'
 
 
 class Caller(asyncio.Protocol):
@@ -233,10 +270,18 @@ async def many_nodes(directory: Path, count: int, idle_s: float) -> None:
 
 @contextlib.asynccontextmanager
 async def one_node(directory: Path) -> AsyncIterator[ProcessFleet]:
-    with part(__file__, "--role", "engine") as engine:
-        endpoint = await said(engine)
+    """An Edge and a Node with two engines: one for the streams that are measured, one for all else."""
+    with part(__file__, "--role", "engine") as engine, part(__file__, "--role", "engine") as calm:
+        adapters = [
+            provider(await said(engine), capacity=1000),
+            {**provider(await said(calm), capacity=1000), "name": "calm"},
+        ]
+        models = [
+            {"id": model, "providers": [{"node": "n1", "adapter": adapter, "target": "real"}]}
+            for model, adapter in (("fast", "main"), ("calm", "calm"))
+        ]
         async with ProcessFleet(
-            directory, {"n1": [provider(endpoint, capacity=1000)]}, heartbeat=(5.0, 15.0)
+            directory, {"n1": adapters}, heartbeat=(5.0, 15.0), edge={"models": models}
         ) as fleet:
             await fleet.start()
             yield fleet
