@@ -168,9 +168,10 @@ class SglangControl(NativeControl):
         if not model.is_ok:
             raise Unavailable(f"the engine does not tell its model: {model.words}", reason="NOT_SGLANG")
         self._model = model.read(_ModelInfo)
+        # Its process tells no start, so it is a new one only to a new process of ours.
         is_new = self._paths is None
         if is_new:
-            api = await self._http.get("/openapi.json")
+            api = await self._http.get("/openapi.json", timeout_s=INFO_TIMEOUT_S)
             self._paths = frozenset(api.read(_OpenApi).paths) if api.is_ok else frozenset()
             info = await self._http.get("/server_info", timeout_s=INFO_TIMEOUT_S)
             self._info = info.read(_ServerInfo) if info.is_ok else _ServerInfo()

@@ -173,7 +173,8 @@ class VllmControl(NativeControl):
         """Once per process of the engine: what it can, and how it was started."""
         self._mode, self._frozen, self._released = None, 0, None
         self._is_gated = self._is_paused = False
-        api = await self._http.get("/openapi.json")
+        # Made when it is first asked for, which takes it a while.
+        api = await self._http.get("/openapi.json", timeout_s=INFO_TIMEOUT_S)
         self._paths = frozenset(api.read(OpenApi).paths) if api.is_ok else frozenset()
         version = await self._http.get("/version")
         self._version = version.read(Version).version if version.is_ok else ""
