@@ -27,6 +27,7 @@ from iop.api.grpc.listeners import admin_listener, admin_receive_bytes_max, infe
 from iop.api.grpc.rpc_metrics import RpcMetrics
 from iop.api.http.keys import ApiKeys
 from iop.api.http.metrics import HttpCollector
+from iop.api.http.models import StatusWithSurfaces
 from iop.api.http.openai import EdgeHttp
 from iop.api.http.ops import OpsServer, ops_app
 from iop.api.http.server import HttpServer
@@ -218,7 +219,7 @@ class _Served:
         tls = self._config.tls.ops
         server = OpsServer(
             ops_app(
-                source=self.edge.status,
+                source=StatusWithSurfaces(self.edge.status, find_snapshot=lambda: self.edge.snapshot),
                 render_metrics=metrics.render,
                 metrics_type=metrics.content_type,
                 authorize=viewer_check(self._principals),

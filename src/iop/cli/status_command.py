@@ -122,6 +122,21 @@ def models(as_json: Json = False, target: Target = None, token: Token = None) ->
         print_json({"models": shown})
         return
     _print_models(shown)
+    data.print()
+    print_rows(
+        ("model", "route", "served by", "asked as"),
+        (
+            (
+                str(model["id"]),
+                path,
+                ", ".join(ways),
+                ", ".join(model["conversions"].get(path, ())),
+            )
+            for model in shown
+            for path, ways in model.get("endpoints", {}).items()
+        ),
+        empty="no route of any model is served",
+    )
 
 
 def _print_models(shown: list[dict[str, Any]]) -> None:

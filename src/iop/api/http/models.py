@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from iop.api.http.convert.plan import RUN_OPERATIONS, conversion_for
@@ -12,7 +12,10 @@ from iop.core.errors import NotFound
 from iop.edge.calls import Route
 from iop.edge.snapshot import EdgeSnapshot, ModelSpec
 
-__all__ = ["list_models", "model_entry"]
+if TYPE_CHECKING:
+    from iop.api.http.ops import OpsSource
+
+__all__ = ["StatusWithSurfaces", "list_models", "model_entry"]
 
 MayUse = Callable[..., bool]
 """Whether a caller may use a model of one of these names."""
@@ -88,6 +91,31 @@ def _operations(snapshot: EdgeSnapshot, model: ModelSpec) -> list[str]:
     return sorted(offered.intersection(_TUNNEL_OPERATIONS))
 
 
+class StatusWithSurfaces:
+    """A fleet's status whose models tell their surfaces too, for ``iop models``.
+
+    Args:
+        source: what else the ops listener shows.
+        find_snapshot: the running configuration.
+    """
+
+    def __init__(self, source: OpsSource, *, find_snapshot: Callable[[], EdgeSnapshot]) -> None:
+        self._source = source
+        self._find_snapshot = find_snapshot
+        self.explain = source.explain
+        self.command = source.command
+
+    def status(self, *, with_leases: bool = False) -> dict[str, Any]:
+        """The fleet; each model with ``endpoints`` and ``conversions``."""
+        shown = self._source.status(with_leases=with_leases)
+        snapshot = self._find_snapshot()
+        for entry in shown["models"]:
+            model = snapshot.find_model(entry["id"])
+            if model is not None:
+                entry.update(_surfaces(snapshot, model))
+        return shown
+
+
 _PATHS = {
     "chat_completions": "/v1/chat/completions",
     "completions": "/v1/completions",
@@ -102,7 +130,7 @@ def _surfaces(snapshot: EdgeSnapshot, model: ModelSpec) -> dict[str, Any]:
     """How each route of the model is served, by whichever members of its pool (SF-01).
 
     ``tunnel``: untouched; ``run``: as a normalised run; ``converted``: in another dialect, which
-    ``conversions`` names; ``estimate``: by the Edge, marked (SF-14). A route that is missing is refused.
+    ``conversions`` names by its operation; ``estimate``: by the Edge, marked (SF-14). What is missing is refused.
     """
     ways: dict[str, set[str]] = {}
     conversions: dict[str, set[str]] = {}
@@ -122,5 +150,7 @@ def _surfaces(snapshot: EdgeSnapshot, model: ModelSpec) -> dict[str, Any]:
         ways["count_tokens"] = {"estimate"}
     return {
         "endpoints": {path: sorted(ways[name]) for name, path in _PATHS.items() if name in ways},
-        "conversions": {name: sorted(others) for name, others in conversions.items()},
+        "conversions": {
+            path: sorted(conversions[name]) for name, path in _PATHS.items() if name in conversions
+        },
     }

@@ -10,6 +10,7 @@ import pytest
 from http_fleet import fleet_of
 from scripted_backends import chat_backend
 
+from iop.api.http.models import StatusWithSurfaces
 from iop.edge.calls import Outcome
 from iop.testing.stub_engine import StubCall, sse_events, whole_answer
 
@@ -175,4 +176,9 @@ async def test_the_listing_says_how_each_route_is_served(is_run: bool) -> None:
         assert entry["endpoints"]["/v1/messages"] == ["converted"]
         assert entry["endpoints"]["/v1/messages/count_tokens"] == ["estimate"]
         assert "/v1/embeddings" not in entry["endpoints"]
-        assert entry["conversions"] == {"responses": ["chat_completions"], "messages": ["chat_completions"]}
+        assert entry["conversions"] == {
+            "/v1/responses": ["chat_completions"],
+            "/v1/messages": ["chat_completions"],
+        }
+        shown = StatusWithSurfaces(fleet.edge.status, find_snapshot=lambda: fleet.edge.snapshot).status()
+        assert shown["models"][0]["endpoints"] == entry["endpoints"]
