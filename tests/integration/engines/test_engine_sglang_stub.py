@@ -269,6 +269,21 @@ async def test_what_a_paused_engine_released_before_us_is_not_guessed() -> None:
                 await do(adapter, step)
 
 
+@pytest.mark.clause("AD-35", "AD-44")
+async def test_a_restarted_engine_is_not_asked_for_what_its_predecessor_released() -> None:
+    engine = Sglang()
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.DRAIN))
+        assert_all_ok(await do(adapter, release(*KV)))
+        engine.mode, engine.released = "", set()
+        (back,) = await adapter.read_back([adapter.participants()[0].participant_id])
+        assert back.paused is False
+        assert back.released == frozenset()
+        engine.forget()
+        assert_all_ok(await do(adapter, RestoreStep(kinds=KV)))
+        assert engine.posts() == []
+
+
 @pytest.mark.clause("AD-32", "AD-37", "AD-38", "AD-45")
 async def test_an_update_is_proven_by_checksum_labelled_last_and_can_be_undone(tmp_path: Path) -> None:
     engine = Sglang()

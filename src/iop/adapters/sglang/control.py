@@ -179,9 +179,9 @@ class SglangControl(NativeControl):
         self._is_paused = ready.status == 503 and (await self._http.get("/ping")).is_ok
         if self._is_paused:
             self._is_gated = True
-        elif is_new:
-            # An engine that serves has everything; of one that was found paused nobody knows.
-            self._released = frozenset()
+        else:
+            # An engine that serves has everything: a restarted one too. Of one found paused nobody knows.
+            self._released, self._mode, self._frozen = frozenset(), None, 0
         loads = (await self._http.get("/v1/loads", {"include": "core"})).read(_Loads).loads
         capabilities, missing = self._offered()
         name = self._model.served_model_name or self._model.model_path
