@@ -70,6 +70,7 @@ class Operations:
         self.pause_in_force: Pause | None = None
         self.released: set[ResourceKind] = set()
         self.unsettled_update = ""
+        self.swapped_update = ""
 
     async def read_back(self) -> tuple[RankState, ...]:
         """Every rank's own state; see ``Engine.read_back``."""
@@ -208,7 +209,8 @@ class Operations:
         async with self.turn:
             if self.released:
                 raise PreconditionFailed("Memory is released; restore it first.", reason="RESOURCES_RELEASED")
-            if self.unsettled_update and self.pause_in_force is not None:
+            # Weights that are only staged beside the ones in use hold nobody up: a rollback ends its pause first.
+            if self.swapped_update and self.pause_in_force is not None:
                 raise PreconditionFailed(
                     "A weight update is not settled; commit or undo it first.", reason="UPDATE_PENDING"
                 )

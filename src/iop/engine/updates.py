@@ -128,6 +128,7 @@ class Updates:
             if self._operations.pause_in_force is None:
                 raise PreconditionFailed("Weights are only swapped while paused.", reason="NOT_PAUSED")
             async with self._runner.idle:
+                self._operations.swapped_update = update_id
                 answers = await self._ranks.call("apply", {"id": update_id}, ranks=chosen)
             update.applied.update(chosen)
             return self._told(chosen, [answer["digest"] for answer in answers], self._runner.weight_version)
@@ -192,7 +193,8 @@ class Updates:
         self._settle()
 
     def _settle(self) -> None:
-        self._update, self._operations.unsettled_update = None, ""
+        self._update = None
+        self._operations.unsettled_update = self._operations.swapped_update = ""
 
     def _known(self, update_id: str) -> _Update:
         if self._update is None or self._update.update_id != update_id:

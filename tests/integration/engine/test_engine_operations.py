@@ -325,6 +325,19 @@ async def test_weights_are_swapped_verified_and_committed(settings: EngineSettin
         assert new.finished.weight_versions == ("v2",)
 
 
+@pytest.mark.clause("AD-32", "AD-24")
+async def test_an_update_that_was_only_staged_can_be_taken_back_newest_step_first(engine: Engine) -> None:
+    source = DiskWeights(path=builtin_checkpoint("second"))
+    await engine.prepare_weights("u1", source=source, version="v2")
+    await engine.pause(mode=PauseMode.DRAIN, admission=QUEUE)
+    states = await engine.resume()
+    assert not any(state.paused for state in states)
+    await engine.undo_weights("u1")
+    await engine.prepare_weights("u2", source=source, version="v2")
+    await engine.undo_weights("u2")
+    assert {state.weight_version for state in await engine.read_back()} == {"first"}
+
+
 @pytest.mark.clause("AD-32")
 async def test_undo_puts_the_old_weights_back_exactly(engine: Engine) -> None:
     old = await answer(engine, request("a", BEAR, max_tokens=50))
