@@ -10,7 +10,7 @@ from iop.admin.enums import AdminOperationState, ParticipantPhase
 from iop.admin.goals import Goal
 from iop.admin.journal import Advance, Snapshot
 from iop.admin.ledger import Ledger, may_have_effect
-from iop.admin.reconcile import divergence
+from iop.admin.reconcile import Remedy, divergence, remedy_for
 from iop.admin.records import GroupMembers, OperationRecord, StepRecord
 from iop.admin.results import AdminError, OperationProgress, ParticipantUpdate
 from iop.admin.runner import StepRunner
@@ -44,8 +44,14 @@ class Rollback:
         touched = [g for g in self._ledger.record.spec.groups if g.group_id in self._ledger.touched_groups()]
         seen = await self._ledger.read_groups(touched)
         for group in touched:
+            if group.group_id in bad:
+                continue
             members = [infos[p] for p in group.participant_ids if p in infos]
-            why = divergence(target, members, seen) if group.group_id not in bad else ""
+            why = divergence(target, members, seen)
+            if why and self._has_restarted(group, seen):
+                # What was to be undone went with the old process, and so did what was there before.
+                await self._bring_back(group, remedy_for(target, members, seen), until=until)
+                why = divergence(target, members, await self._ledger.read_groups([group]))
             if why:
                 bad[group.group_id] = why
         await self._note_rolled_back(touched, bad)
@@ -104,6 +110,46 @@ class Rollback:
             if not report.is_ok:
                 first = next(iter(report.errors.values()))
                 bad[report.group_id] = f"its undo failed: {first.message}"
+
+    def _has_restarted(
+        self, group: GroupMembers, seen: Mapping[ParticipantId, ParticipantReadBack]
+    ) -> bool:
+        """Whether all members answer, and some from another process than the operation began with."""
+        if not all(p in seen and seen[p].reachable for p in group.participant_ids):
+            return False
+        return any(
+            before.instance and before.instance != seen[before.participant_id].instance
+            for record in self._ledger.steps.values()
+            if record.group_id == group.group_id and not record.is_undo
+            for before in record.before
+        )
+
+    async def _bring_back(self, group: GroupMembers, remedy: Remedy, *, until: float) -> None:
+        """Bring a restarted engine to the state that the rollback goes back to, as when it comes back at any other time
+        (AD-35). Whether that succeeded is for the read-back to say.
+        """
+        for each in remedy.steps:
+            number = self._ledger.record.moves.next_step
+            record = StepRecord(step=number, group_id=group.group_id, phase_index=0, is_undo=True)
+            await self._ledger.advance(
+                lambda _snapshot, operation, number=number, record=record: Advance(  # type: ignore[misc]
+                    moves=dataclasses.replace(operation.moves, next_step=number + 1), steps=(record,)
+                )
+            )
+            self._ledger.remember([record])
+            body = await self._ports.with_content(each.body)
+            reports = await self._runner.run(
+                [self._runner.call(group, number, body, until)],
+                goal=each.goal,
+                doing=ParticipantPhase.ROLLING_BACK,
+                done=ParticipantPhase.ROLLING_BACK,
+                index=0,
+                until=until,
+                fails_fast=False,
+                is_undo=True,
+            )
+            if not all(report.is_ok for report in reports.values()):
+                return
 
     async def _note_rolled_back(self, touched: Sequence[GroupMembers], bad: Mapping[GroupId, str]) -> None:
         statuses = tuple(

@@ -187,17 +187,20 @@ class EngineFleet(ProcessFleet):
         async with self.client() as client:
             await eventually(is_so, what="every rank is operated", within_s=within_s)
 
-    async def say(self, prompt: str, *, max_tokens: int = 16, is_stream: bool = False) -> Answer:
-        """Ask the model greedily, on a connection of its own."""
+    async def say(
+        self, prompt: str, *, max_tokens: int = 16, is_stream: bool = False, engine: str | None = None
+    ) -> Answer:
+        """Ask the model greedily, on a connection of its own; ``engine``: past the Edge, that Node's engine itself."""
         body = {
-            "model": MODEL,
+            "model": MODEL if engine is None else TARGET,
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": is_stream,
         }
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.http)
+        port = self.http if engine is None else int(self.engines[engine]["http"].rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             writer.write(post(body, "TE: trailers"))
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
