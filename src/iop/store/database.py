@@ -26,6 +26,12 @@ BUSY_TIMEOUT_S: Final = 10.0
 READERS: Final = 4
 """Connections for reading side by side; each is a thread on SQLite."""
 
+LOCK_ATTEMPTS: Final = 20
+LOCK_PAUSE_S: Final = 0.1
+"""A PostgreSQL server notices only a moment later that the process before has closed or died; a store that is still
+held after two seconds has an owner that lives.
+"""
+
 ADVISORY_LOCK: Final = 0x10B0_AD10
 """The PostgreSQL advisory lock that stands for one journal's owner; any fixed number of ours."""
 
@@ -107,11 +113,13 @@ class Database:
     async def _take_advisory_lock(self) -> None:
         connection = await self.reader.connect()
         connection = await connection.execution_options(isolation_level="AUTOCOMMIT")
-        taken = await connection.scalar(sa.select(sa.func.pg_try_advisory_lock(ADVISORY_LOCK)))
-        if not taken:
-            await connection.close()
-            raise _leased("this store")
-        self._lock_connection = connection
+        for _ in range(LOCK_ATTEMPTS):
+            if await connection.scalar(sa.select(sa.func.pg_try_advisory_lock(ADVISORY_LOCK))):
+                self._lock_connection = connection
+                return
+            await asyncio.sleep(LOCK_PAUSE_S)
+        await connection.close()
+        raise _leased("this store")
 
     async def warm_up(self) -> None:
         """Open the reading connections now: an opening that a caller's cancellation cuts off would leak one."""
