@@ -111,9 +111,7 @@ class Rollback:
                 first = next(iter(report.errors.values()))
                 bad[report.group_id] = f"its undo failed: {first.message}"
 
-    def _has_restarted(
-        self, group: GroupMembers, seen: Mapping[ParticipantId, ParticipantReadBack]
-    ) -> bool:
+    def _has_restarted(self, group: GroupMembers, seen: Mapping[ParticipantId, ParticipantReadBack]) -> bool:
         """Whether all members answer, and some from another process than the operation began with."""
         if not all(p in seen and seen[p].reachable for p in group.participant_ids):
             return False

@@ -84,42 +84,28 @@ STATUS_BY_CODE: Final[Mapping[ErrorCode, SurfaceStatus]] = MappingProxyType(
         ErrorCode.PERMISSION_DENIED: SurfaceStatus(
             grpc="PERMISSION_DENIED", http=403, engine="INVALID_ARGUMENT", exit_code=3
         ),
-        ErrorCode.NOT_FOUND: SurfaceStatus(
-            grpc="NOT_FOUND", http=404, engine="MODEL_NOT_FOUND", exit_code=3
-        ),
+        ErrorCode.NOT_FOUND: SurfaceStatus(grpc="NOT_FOUND", http=404, engine="MODEL_NOT_FOUND", exit_code=3),
         ErrorCode.ALREADY_EXISTS: SurfaceStatus(
             grpc="ALREADY_EXISTS", http=409, engine="DUPLICATE_REQUEST", exit_code=3
         ),
         ErrorCode.PRECONDITION_FAILED: SurfaceStatus(
             grpc="FAILED_PRECONDITION", http=400, engine="INVALID_ARGUMENT", exit_code=3
         ),
-        ErrorCode.CONFLICT: SurfaceStatus(
-            grpc="ABORTED", http=409, engine="INVALID_ARGUMENT", exit_code=3
-        ),
+        ErrorCode.CONFLICT: SurfaceStatus(grpc="ABORTED", http=409, engine="INVALID_ARGUMENT", exit_code=3),
         ErrorCode.OVERLOADED: SurfaceStatus(
             grpc="RESOURCE_EXHAUSTED", http=429, engine="OVERLOADED", exit_code=1
         ),
-        ErrorCode.DRAINING: SurfaceStatus(
-            grpc="UNAVAILABLE", http=503, engine="DRAINING", exit_code=1
-        ),
-        ErrorCode.UNAVAILABLE: SurfaceStatus(
-            grpc="UNAVAILABLE", http=503, engine="INTERNAL", exit_code=1
-        ),
+        ErrorCode.DRAINING: SurfaceStatus(grpc="UNAVAILABLE", http=503, engine="DRAINING", exit_code=1),
+        ErrorCode.UNAVAILABLE: SurfaceStatus(grpc="UNAVAILABLE", http=503, engine="INTERNAL", exit_code=1),
         ErrorCode.DEADLINE_EXCEEDED: SurfaceStatus(
             grpc="DEADLINE_EXCEEDED", http=504, engine="INTERNAL", exit_code=1
         ),
-        ErrorCode.CANCELLED: SurfaceStatus(
-            grpc="CANCELLED", http=499, engine="CANCELLED", exit_code=1
-        ),
+        ErrorCode.CANCELLED: SurfaceStatus(grpc="CANCELLED", http=499, engine="CANCELLED", exit_code=1),
         ErrorCode.REMOTE_PROTOCOL: SurfaceStatus(
             grpc="UNAVAILABLE", http=502, engine="INTERNAL", exit_code=1
         ),
-        ErrorCode.LOCAL_PROTOCOL: SurfaceStatus(
-            grpc="INTERNAL", http=500, engine="INTERNAL", exit_code=1
-        ),
-        ErrorCode.INTERNAL: SurfaceStatus(
-            grpc="INTERNAL", http=500, engine="INTERNAL", exit_code=1
-        ),
+        ErrorCode.LOCAL_PROTOCOL: SurfaceStatus(grpc="INTERNAL", http=500, engine="INTERNAL", exit_code=1),
+        ErrorCode.INTERNAL: SurfaceStatus(grpc="INTERNAL", http=500, engine="INTERNAL", exit_code=1),
     }
 )
 

@@ -10,6 +10,9 @@ __all__ = ["TcpRelay"]
 
 CHUNK_BYTES = 65_536
 
+CLOSE_TIMEOUT_S = 10.0
+"""Aborted connections end within a turn of the loop; longer means that one was not aborted."""
+
 
 class TcpRelay:
     """Listens on a free port of this machine and hands bytes on to `HOST:PORT`, both ways."""
@@ -17,6 +20,8 @@ class TcpRelay:
     def __init__(self, upstream: str) -> None:
         self._host, _, self._port = upstream.rpartition(":")
         self._writers: set[asyncio.StreamWriter] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.address = ""
 
     @contextlib.asynccontextmanager
@@ -30,8 +35,8 @@ class TcpRelay:
         finally:
             server.close()
             self.cut()
-            while self._writers:
-                await asyncio.sleep(0)
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._idle.wait()
 
     def cut(self) -> None:
         """Break all connections that are open now; new ones work."""
@@ -45,6 +50,7 @@ class TcpRelay:
             writer.transport.abort()
             return
         self._writers |= {writer, far_writer}
+        self._idle.clear()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_copy(reader, far_writer), name="relay out")
@@ -53,6 +59,8 @@ class TcpRelay:
             self._writers -= {writer, far_writer}
             writer.transport.abort()
             far_writer.transport.abort()
+            if not self._writers:
+                self._idle.set()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -164,6 +164,40 @@ async def test_the_same_key_replays_the_same_events_and_another_payload_is_refus
             assert (await run(other, flush(key="p")))[0].operation_id != first[0].operation_id
 
 
+@pytest.mark.slow
+@pytest.mark.clause("AD-12", "AD-20", "AD-21", "AD-22")
+async def test_64_callers_that_race_one_key_cause_one_effect_and_see_one_history(
+    principals: PrincipalDirectory,
+) -> None:
+    async with site_of(principals) as site, contextlib.AsyncExitStack() as stack:
+        callers = [await stack.enter_async_context(site.client("operator")) for _ in range(64)]
+        seen: list[list[AdminOperationEvent]] = []
+
+        async def call(admin: AdminClient, number: int) -> None:
+            events = admin.submit(pause())
+            if number % 4:
+                seen.append([event async for event in events])
+                return
+            # These leave after their first event and come back for the rest.
+            first = await anext(events)
+            await events.aclose()  # type: ignore[attr-defined]
+            rest = admin.watch(first.operation_id, after_sequence=first.sequence)
+            seen.append([first, *[event async for event in rest]])
+
+        async with asyncio.TaskGroup() as tasks:
+            for number, admin in enumerate(callers):
+                tasks.create_task(call(admin, number))
+        assert len(seen) == 64
+        assert all(events == seen[0] for events in seen)
+        assert [event.sequence for event in seen[0]] == list(range(1, len(seen[0]) + 1))
+        assert [event.is_terminal for event in seen[0]] == [False] * (len(seen[0]) - 1) + [True]
+        assert len(site.world.fleet.calls) == 1, "one group, one step, once"
+        profile = await callers[0].profile()
+        assert len(profile.pauses) == 1
+        page = await callers[0].list_operations()
+        assert len(page.operations) == 1
+
+
 @pytest.mark.clause("AD-11")
 @pytest.mark.parametrize("key", ["", "x" * 129, "caf\u00e9", "tab\t", "line\n"])
 async def test_a_missing_or_malformed_idempotency_key_is_refused(

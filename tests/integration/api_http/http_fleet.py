@@ -131,9 +131,7 @@ def snapshot(
         targets=("org/Real-8B-Instruct",),
         settings=OllamaSettings(endpoint=endpoint)
         if is_ollama
-        else OpenAICompatSettings(
-            endpoint=endpoint, api_key="upstream-secret", protocol_profile=profile
-        ),
+        else OpenAICompatSettings(endpoint=endpoint, api_key="upstream-secret", protocol_profile=profile),
     )
     spec = AdapterSpec(
         provider=ProviderId("main"),

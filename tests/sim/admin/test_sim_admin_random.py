@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import random
 
 import pytest
@@ -161,7 +162,10 @@ def _seeds() -> range:
 
 @pytest.mark.clause("AD-18", "AD-21", "AD-26", "AD-29", "AD-31", "AD-32", "AD-34", "AD-35", "AD-39")
 def test_random_histories_end_consistent() -> None:
-    for seed in _seeds():
+    every = int(os.environ.get("IOP_SIM_PROGRESS", "0"))
+    for done, seed in enumerate(_seeds()):
+        if every and done % every == 0:
+            sys.stderr.write(f"admin sim: {done} of {len(_seeds())} seeds clean\n")
         try:
             run_world(lambda world, s=seed: scenario(world, s))  # type: ignore[misc]
         except BaseException as exc:

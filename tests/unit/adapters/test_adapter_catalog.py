@@ -20,4 +20,4 @@ def test_every_kind_is_listed_with_what_it_offers() -> None:
 
 @pytest.mark.clause("EN-32", "AD-35")
 def test_the_edge_holds_back_exactly_the_kinds_that_take_admin_steps() -> None:
-    assert CONTROLLED_TYPES == set(NATIVE_CONTROLS)
+    assert set(NATIVE_CONTROLS) == CONTROLLED_TYPES

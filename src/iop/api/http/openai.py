@@ -368,7 +368,9 @@ class EdgeHttp:
 
         def trailers() -> HeaderList:
             last = handle.weight_version
-            return [(b"x-iop-weight-version-last", last.encode("utf-8", "replace"))] if last != version else []
+            return (
+                [(b"x-iop-weight-version-last", last.encode("utf-8", "replace"))] if last != version else []
+            )
 
         exchange.trailers = trailers
         headers: HeaderList = [
