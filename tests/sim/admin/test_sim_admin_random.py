@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import random
+import sys
 
 import pytest
 from admin_checks import (
