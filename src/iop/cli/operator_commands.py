@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from iop.cli import adapters_command, conformance_command, status_command
+from iop.cli import adapters_command, conformance_command, fetch_command, status_command
 from iop.cli.admin_commands import admin_app
 from iop.cli.audit_command import audit_app
 from iop.cli.config_commands import config_app
@@ -12,6 +12,7 @@ from iop.cli.config_commands import config_app
 __all__ = ["register"]
 
 admin_app.add_typer(audit_app, name="audit")
+assert fetch_command, "imported for the verb that it adds"
 
 
 def register(app: typer.Typer) -> None:

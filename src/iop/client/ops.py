@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import quote
@@ -58,6 +60,23 @@ class OpsClient:
             f"/nodes/{quote(node, safe='')}/{quote(what, safe='')}", {"adapter": adapter} if adapter else {}
         )
 
+    def artifact(self, name: str) -> Iterator[bytes]:
+        """A profile's file in pieces (AD-46). Raises NotFound, or Unavailable when its Node is away or was lost."""
+        target = self._target
+        headers = {"authorization": f"Bearer {target.token}"} if target.token else {}
+        url = f"http://{target.address}/artifacts/{quote(name)}"
+        try:
+            with (
+                httpx2.Client(timeout=target.timeout_s, trust_env=False) as client,
+                client.stream("GET", url, headers=headers) as answer,
+            ):
+                if answer.status_code != 200:
+                    answer.read()
+                    raise _error_of(answer.status_code, _shape_of(answer.content))
+                yield from answer.iter_bytes()
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise Unavailable(f"{target.address} did not send the whole file.", reason="CUT") from error
+
     def plan_config(self, text: str) -> dict[str, Any]:
         """What a config would change. Raises ConfigInvalid with every problem."""
         return self._ask("POST", "/config/plan", body={"text": text})
@@ -99,6 +118,13 @@ class OpsClient:
         if answer.status_code != 200 or not isinstance(shape, dict):
             raise _error_of(answer.status_code, shape)
         return shape
+
+
+def _shape_of(content: bytes) -> object:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
 
 
 def _error_of(status: int, body: object) -> IopError:

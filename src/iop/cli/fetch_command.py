@@ -1,0 +1,95 @@
+"""``iop admin profile-fetch``: the files of a profile, by way of the ops listener, each held to its digest (AD-46)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from hashlib import sha256
+from mimetypes import guess_extension
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from iop.admin.results import ProfileArtifact, StopProfileResult
+from iop.cli.admin_call import Call, query
+from iop.cli.admin_commands import admin_app
+from iop.cli.output import data, print_json
+from iop.cli.targets import find_endpoint
+from iop.client.ops import OpsClient, OpsTarget
+from iop.core.errors import InvalidRequest, RemoteProtocolError
+
+__all__ = ["save"]
+
+SCHEME = "iop-artifact:"
+
+
+@query(admin_app, "profile-fetch", role="viewer")
+async def profile_fetch(
+    call: Call,
+    operation: Annotated[str, typer.Argument(help="The operation of profile-stop; its answer names it.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="Directory for the files; made if it is not there.")
+    ] = Path(),
+    ops: Annotated[
+        str | None,
+        typer.Option(
+            "--ops", metavar="HOST:PORT", help="The Edge's ops listener; else the one that runs here."
+        ),
+    ] = None,
+    ops_token: Annotated[
+        str | None, typer.Option("--ops-token", metavar="REF", help="file:PATH, env:NAME, none, or a role.")
+    ] = None,
+) -> None:
+    """Fetch the files of a stopped profile from the Edge, wherever they lie, and check each one's digest.
+
+    Example: iop admin profile-fetch op-4f2a --out profiles
+    """
+    shown = await call.client.get(operation)
+    if not isinstance(shown.result, StopProfileResult):
+        raise InvalidRequest(
+            f"{operation} is no profile-stop that succeeded: give the operation that profile-stop named.",
+            reason="NO_ARTIFACTS",
+        )
+    endpoint = find_endpoint("ops", target=ops, token=ops_token, role="viewer")
+    client = OpsClient(OpsTarget(address=endpoint.address, token=endpoint.token))
+    out.mkdir(parents=True, exist_ok=True)
+    saved = []
+    for artifact in shown.result.artifacts:
+        path = save(artifact, client.artifact(artifact.uri.removeprefix(SCHEME)), out)
+        saved.append({"file": str(path), "bytes": artifact.size_bytes, "sha256": artifact.sha256.hex()})
+        if not call.as_json:
+            data.print(f"{path}: {artifact.size_bytes} bytes, digest checked")
+    if call.as_json:
+        print_json({"files": saved})
+
+
+def save(artifact: ProfileArtifact, chunks: Iterable[bytes], directory: Path) -> Path:
+    """Write one file, whole and right or not at all.
+
+    Raises:
+        RemoteProtocolError: it is not what the operation named; nothing is left of it.
+    """
+    name = f"{artifact.participant_id}.{artifact.kind.name.lower()}"
+    # The server chose these words: they must not choose a directory.
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip(".-")
+    path = directory / (name + (guess_extension(artifact.media_type) or ".bin"))
+    part = path.with_name(path.name + ".part")
+    digest, size = sha256(), 0
+    try:
+        with part.open("wb") as file:
+            for chunk in chunks:
+                size += len(chunk)
+                if size > artifact.size_bytes:
+                    break
+                digest.update(chunk)
+                file.write(chunk)
+        if size != artifact.size_bytes or digest.digest() != artifact.sha256:
+            raise RemoteProtocolError(
+                f"What came for {artifact.uri} is not the file that the profile named. Fetch it again.",
+                reason="DIGEST_MISMATCH",
+            )
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
