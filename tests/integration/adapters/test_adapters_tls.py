@@ -86,11 +86,22 @@ async def test_an_engine_that_nobody_vouches_for_is_not_spoken_to(authority: Aut
 
 
 async def test_a_plain_server_is_not_taken_for_a_tls_one(authority: Authority) -> None:
-    async with ScriptedUpstream(answer).serving() as upstream:
-        tunnel, _ = await call(upstream.endpoint.replace("http:", "https:"), authority.pem)
-        assert tunnel.error is not None
-        assert tunnel.error.before_start
-        assert upstream.requests == []
+    heard: list[bytes] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(65_536))
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        tunnel, _ = await call(f"https://127.0.0.1:{port}", authority.pem)
+    assert tunnel.error is not None
+    assert tunnel.error.before_start
+    assert heard
+    assert all(b"POST" not in first for first in heard)
 
 
 async def test_an_openengine_engine_is_reached_through_its_own_authority_only(authority: Authority) -> None:
