@@ -13,18 +13,21 @@ import typer
 
 from iop.admin.results import ProfileArtifact, StopProfileResult
 from iop.cli.admin_call import Call, query
-from iop.cli.admin_commands import admin_app
 from iop.cli.output import data, print_json
 from iop.cli.targets import find_endpoint
 from iop.client.ops import OpsClient, OpsTarget
 from iop.core.errors import InvalidRequest, RemoteProtocolError
 
-__all__ = ["save"]
+__all__ = ["register", "save"]
 
 SCHEME = "iop-artifact:"
 
 
-@query(admin_app, "profile-fetch", role="viewer")
+def register(app: typer.Typer) -> None:
+    """Add the verb to `iop admin`."""
+    query(app, "profile-fetch", role="viewer")(profile_fetch)
+
+
 async def profile_fetch(
     call: Call,
     operation: Annotated[str, typer.Argument(help="The operation of profile-stop; its answer names it.")],

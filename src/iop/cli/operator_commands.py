@@ -12,7 +12,7 @@ from iop.cli.config_commands import config_app
 __all__ = ["register"]
 
 admin_app.add_typer(audit_app, name="audit")
-assert fetch_command, "imported for the verb that it adds"
+fetch_command.register(admin_app)
 
 
 def register(app: typer.Typer) -> None:
