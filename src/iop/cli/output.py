@@ -21,6 +21,13 @@ notes = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 """Standard error: progress, hints, errors."""
 
 
+_HINTS: Mapping[str, str] = {
+    "NO_CREDENTIAL": "Name a token, as in --token file:PATH or --token env:NAME.",
+    "UNKNOWN_CREDENTIAL": "Is --token one of that server's, and --target the server that you mean?",
+}
+"""What to do about a refusal that a server words for every kind of client, by its reason."""
+
+
 def print_json(value: object) -> None:
     """One JSON object on one line, so that both a parser and ``tail -1`` can take it."""
     sys.stdout.write(json.dumps(value) + "\n")
@@ -63,6 +70,9 @@ def print_error(error: IopError, *, as_json: bool) -> None:
     codes = error.status.grpc if error.reason == error.code.value else f"{error.status.grpc}, {error.reason}"
     known = " ".join(f"{key}={value}" for key, value in error.details.items())
     notes.print(f"error: {error.message}", f"({codes}{'; ' if known else ''}{known})", style="red")
+    hint = _HINTS.get(error.reason)
+    if hint is not None:
+        notes.print(hint)
 
 
 def exit_with(code: int) -> NoReturn:

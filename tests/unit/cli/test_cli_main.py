@@ -9,6 +9,8 @@ import pytest
 
 from iop import __version__
 from iop.cli.main import run
+from iop.cli.output import print_error
+from iop.core.errors import Unauthenticated
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +57,24 @@ def test_a_server_that_is_not_there_is_exit_1_and_one_object(capsys: pytest.Capt
     assert (error["code"], error["reason"]) == ("UNAVAILABLE", "UNREACHABLE")
     assert error["message"].startswith("Nobody answers at 127.0.0.1:1 ")
     assert error["message"].endswith("Start one with: iop up")
+
+
+@pytest.mark.parametrize(
+    ("reason", "hint"),
+    [
+        ("NO_CREDENTIAL", "--token file:PATH"),
+        ("UNKNOWN_CREDENTIAL", "--target"),
+        ("MISSING_PERMISSION", None),
+    ],
+)
+def test_a_refusal_over_a_credential_says_which_option_to_use(
+    reason: str, hint: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_error(Unauthenticated("Refused.", reason=reason), as_json=False)
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == f"error: Refused. (UNAUTHENTICATED, {reason})"
+    assert [hint in line for line in rest if hint] == [True] * (hint is not None)
+    assert len(rest) == (hint is not None)
 
 
 def test_version_and_help_teach(capsys: pytest.CaptureFixture[str]) -> None:
