@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from math import ceil
@@ -47,6 +47,7 @@ from iop.wire.messages import (
     CommandResponse,
     NodeConfig,
     ProviderReport,
+    ProviderSnapshot,
     ReadyAck,
     ReadyRequest,
     RefreshOutcome,
@@ -87,6 +88,7 @@ class _Session:
     connection: EdgeConnection
     node: NodeId | None = None
     adapters: tuple[AdapterStatus, ...] = ()
+    probed: dict[str, ProviderSnapshot] = field(default_factory=dict)
 
 
 class Nodes:
@@ -150,6 +152,14 @@ class Nodes:
         """News; from anybody but the ready owner, dropped (EN-33)."""
         node = self._node_of_owner(connection)
         if node is not None:
+            session = self._sessions[self._ids[connection]]
+            spec = self._snapshot.nodes.get(node)
+            configured = () if spec is None else spec.adapters
+            session.probed = {
+                shown.id: replace(shown, reason=scrub(shown.reason))
+                for shown in report.providers
+                if shown.id in configured
+            }
             for watcher in self._watchers:
                 watcher.node_reported(node, report)
 
@@ -184,6 +194,12 @@ class Nodes:
         owner = self.registry.owner_of(node)
         session = None if owner is None else self._sessions.get(owner)
         return {} if session is None else {adapter.name: adapter for adapter in session.adapters}
+
+    def probed(self, node: NodeId, provider: ProviderId) -> ProviderSnapshot | None:
+        """How the Node last found this engine, as far as it told: for people, decides nothing (EN-34)."""
+        owner = self.registry.owner_of(node)
+        session = None if owner is None else self._sessions.get(owner)
+        return None if session is None else session.probed.get(provider)
 
     def view(self, node: NodeId) -> NodeView:
         """One Node for status."""

@@ -32,6 +32,9 @@ _QUESTIONS: Final = {
     "providers": CommandType.PROVIDERS,
 }
 
+PROBED_DOWN: Final = frozenset({"offline", "not_ready"})
+"""What a Node's probe calls an engine that cannot serve."""
+
 SKEW_WARNING_MS: Final = 1000
 """A Node whose clock differs by more is worth a word: its logs will not line up (EN-113)."""
 
@@ -168,6 +171,7 @@ class Status:
         spec = self._find_snapshot().nodes[key.node].adapters[key.provider]
         figures = self._pools.provider_figures(key)
         reason = figures.reason
+        health = figures.health
         if is_connected:
             trouble = self._participants.trouble_of(key)
             started = self._nodes.adapters_of(key.node).get(key.provider)
@@ -175,12 +179,17 @@ class Status:
                 reason = f"did not start: {started.reason}"
             elif trouble and figures.gates:
                 reason = f"{reason}: {trouble}" if reason else trouble
+            probed = self._nodes.probed(key.node, key.provider)
+            if health == "online" and probed is not None and probed.health in PROBED_DOWN:
+                # Requests still decide who is chosen (EN-116); people should not wait for the first that fails.
+                health = "offline"
+                reason = reason or f"by the Node's probe: {probed.reason or 'its engine does not answer'}"
         return {
             "id": key.provider,
             "type": spec.type,
             "category": spec.category,
             "status": figures.status,
-            "health": figures.health,
+            "health": health,
             "capacity": figures.capacity,
             "in_flight": figures.in_flight,
             "queued": figures.queued,

@@ -15,7 +15,7 @@ from iop.testing.edge_fleet import (
     snapshot_of,
     tunnel_to,
 )
-from iop.wire.messages import CommandResponse, CommandType, ProviderSnapshot
+from iop.wire.messages import CloseReason, CommandResponse, CommandType, ProviderReport, ProviderSnapshot
 
 SNAPSHOT = snapshot_of(
     {"n1/main": adapter_spec("main", capacity=3, long_capacity=1)},
@@ -126,3 +126,33 @@ async def test_explain_tells_candidates_choice_time_and_outcome(make_edge):
     assert edge.status.explain("r2")["outcome"] == "rejected"
     with pytest.raises(NotFound):
         edge.status.explain("r3")
+
+
+@pytest.mark.clause("EN-34", "EN-04")
+async def test_an_engine_that_its_node_finds_down_is_shown_down(make_edge):
+    edge = await make_edge(SNAPSHOT)
+    node = FakeEdgeConnection(edge.nodes)
+    node.register()
+    node.ready()
+
+    def shown() -> tuple[str, str]:
+        provider = edge.status.status()["nodes"][0]["providers"][0]
+        return provider["health"], provider["reason"]
+
+    def report(health: str, reason: str = "", name: str = "main") -> None:
+        told = ProviderSnapshot(id=name, health=health, reason=reason)
+        edge.nodes.on_report(node, ProviderReport(providers=(told,)))
+
+    report("offline", "connect to http://10.1.2.3:8000 failed")
+    health, reason = shown()
+    assert health == "offline"
+    assert reason.startswith("by the Node's probe: ")
+    assert "10.1.2.3" not in reason
+    report("offline", name="not-configured")
+    assert shown() == ("online", "")
+    report("ready")
+    assert shown() == ("online", "")
+    report("not_ready")
+    assert shown()[0] == "offline"
+    edge.nodes.on_closed(node, CloseReason.CONNECTION_LOST)
+    assert shown() == ("offline", "its Node is not connected")
