@@ -505,13 +505,14 @@ class Dispatcher:
 
     def _deliver(self, settlement: Settlement) -> None:
         handle = self._waiting.pop(settlement.waiter, None)
-        if handle is None:
+        if handle is not None:
+            handle.waits_no_more()
+        if handle is None or (handle.promise is not None and handle.promise.cancelled()):
+            # Its request ended, or its caller's task was cancelled, in this very turn; the slot goes to the next.
             if isinstance(settlement, Granted):
-                # Its request ended in this very turn; the slot goes to the next.
                 now = self._loop.time()
                 self._settlements.extend(self.pools.release(settlement.lease, Verdict.NEUTRAL, now=now))
             return
-        handle.waits_no_more()
         answer = settlement.lease if isinstance(settlement, Granted) else settlement.refusal
         if handle.promise is not None:
             self._keep(handle, handle.promise, answer)

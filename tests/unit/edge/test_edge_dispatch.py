@@ -218,8 +218,11 @@ async def test_a_waiter_whose_caller_left_is_removed_at_once(make_edge):
     assert edge.status.explain("gone")["outcome"] == "client_cancelled"
 
 
-@pytest.mark.clause("EN-112")
-async def test_a_caller_who_leaves_in_the_turn_of_the_grant_gives_the_slot_to_the_next(make_edge):
+@pytest.mark.clause("EN-110", "EN-112")
+@pytest.mark.parametrize("leaves_first", [False, True])
+async def test_a_caller_who_leaves_in_the_turn_of_the_grant_gives_the_slot_to_the_next(
+    make_edge, leaves_first
+):
     edge = await make_edge(snapshot_of(ONE, FAST))
     node = FakeEdgeConnection(edge.nodes).connect()
     await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
@@ -228,11 +231,37 @@ async def test_a_caller_who_leaves_in_the_turn_of_the_grant_gives_the_slot_to_th
         await settle()
         second = tasks.create_task(edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink())))
         await settle()
-        node.streams[0].end()
-        first.cancel()
+        turn = [node.streams[0].end, first.cancel]
+        for act in reversed(turn) if leaves_first else turn:
+            act()
         await settle()
+        assert first.cancelled()
         assert second.done()
     assert len(edge.pools.leases) == 1
+    node.streams[1].end()
+    await settle()
+    assert not list(edge.pools.leases)
+    assert not edge.status.status()["counters"]["requests_live"]
+
+
+@pytest.mark.clause("EN-110", "EN-112")
+async def test_a_caller_who_leaves_in_the_turn_of_a_refusal_is_recorded_as_gone(make_edge):
+    edge = await make_edge(snapshot_of(ONE, FAST))
+    FakeEdgeConnection(edge.nodes).connect()
+    await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(
+            edge.dispatcher.dispatch(request_of("fast", request_id="gone"), tunnel_to(RecordingSink()))
+        )
+        await settle()
+        waiting.cancel()
+        edge.dispatcher.set_gates(
+            [(next(iter(edge.pools.leases)).key, ProviderGate(mode=GateMode.REJECT, held_by=("epoch 1",)))]
+        )
+        await settle()
+        assert waiting.cancelled()
+    assert edge.pools.queue_depth("fast") == 0
+    assert edge.status.explain("gone")["outcome"] == "client_cancelled"
 
 
 @pytest.mark.clause("EN-30", "EN-31", "EN-34", "EN-112")
