@@ -44,7 +44,9 @@ async def profile_fetch(
         str | None, typer.Option("--ops-token", metavar="REF", help="file:PATH, env:NAME, none, or a role.")
     ] = None,
 ) -> None:
-    """Fetch the files of a stopped profile from the Edge, wherever they lie, and check each one's digest.
+    """Fetch the files of a stopped profile by way of the Edge, and check each one's digest.
+
+    Engines that are operated through their own OpenEngineAdmin keep their files beside them: fetch those there.
 
     Example: iop admin profile-fetch op-4f2a --out profiles
     """
