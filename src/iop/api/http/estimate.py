@@ -36,7 +36,7 @@ def prompt_bytes(fields: RequestFields) -> int:
         raw = fields.raw.get(key)
         if raw is not None:
             try:
-                total += text_bytes(orjson.loads(bytes(raw)))
+                total += text_bytes(orjson.loads(memoryview(raw)))
             except orjson.JSONDecodeError:
                 total += len(raw)
     return total
@@ -45,7 +45,7 @@ def prompt_bytes(fields: RequestFields) -> int:
 def text_bytes(value: Any, depth: int = 0) -> int:
     """UTF-8 bytes of all text in ``value``; a list of token ids counts four bytes each."""
     if isinstance(value, str):
-        return len(value.encode("utf-8", "surrogatepass"))
+        return len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass"))
     if depth >= DEPTH_MAX:
         return 0
     if isinstance(value, list):
