@@ -38,6 +38,7 @@ from iop.app.edge_snapshot import snapshot_of
 from iop.app.home import open_home
 from iop.app.listening import id_maker, operation_ids, process_owner, running_core, store_url, viewer_check
 from iop.app.ops_config import config_routes
+from iop.app.ops_sessions import session_routes
 from iop.app.process import Process, ProcessClock, Role
 from iop.app.translate import api_keys, file_tls, grpc_settings, http_keys, http_limits, principal_directory
 from iop.config import EdgeConfig
@@ -225,7 +226,10 @@ class _Served:
                 authorize=viewer_check(self._principals),
                 is_ready=self._is_ready,
                 read_artifact=self.edge.artifacts.read,
-                more_routes=config_routes(self._keeper, self._authenticate),
+                more_routes=[
+                    *config_routes(self._keeper, self._authenticate),
+                    *session_routes(self.edge.nodes.terminate_session, self._authenticate),
+                ],
             ),
             host=address.host,
             port=address.port,

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from iop.admin.permissions import Permission, Principal, require
+from iop.api.http.ops import bearer_token, refusal
 from iop.app.edge_reload import ConfigKeeper, ConfigPlan
-from iop.config import ConfigInvalid
 from iop.core.errors import InvalidRequest, IopError
 
 __all__ = ["config_routes"]
@@ -40,11 +40,11 @@ def config_routes(keeper: ConfigKeeper, authenticate: Authenticate) -> list[Rout
 
     async def _guarded(request: Request, act: Callable[[str, Principal], dict[str, Any]]) -> JSONResponse:
         try:
-            principal = authenticate(_bearer(request))
+            principal = authenticate(bearer_token(request))
             require(principal, Permission.RECONFIGURE)
             return JSONResponse(act(await _text(request), principal))
         except IopError as error:
-            return _refusal(error)
+            return refusal(error)
 
     def _plan(text: str, _principal: Principal) -> dict[str, Any]:
         return {"revision": keeper.revision, **_shown(keeper.plan(text))}
@@ -71,11 +71,6 @@ def _shown(plan: ConfigPlan) -> dict[str, Any]:
     }
 
 
-def _bearer(request: Request) -> str | None:
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" and token.strip() else None
-
-
 async def _text(request: Request) -> str:
     """The config in the body. Raises InvalidRequest."""
     body = bytearray()
@@ -90,14 +85,3 @@ async def _text(request: Request) -> str:
     if not isinstance(shape, dict) or not isinstance(shape.get("text"), str):
         raise InvalidRequest('Send {"text": YAML}.', reason="BAD_BODY")
     return str(shape["text"])
-
-
-def _refusal(error: IopError) -> JSONResponse:
-    shape: dict[str, Any] = {"code": error.reason, "message": error.message}
-    if isinstance(error, ConfigInvalid):
-        shape["problems"] = [
-            {"where": item.where, "key": item.key, "message": item.message, "fix": item.fix}
-            for item in error.problems
-        ]
-    headers = {"www-authenticate": "Bearer"} if error.status.http == 401 else {}
-    return JSONResponse({"error": shape}, status_code=error.status.http, headers=headers)

@@ -8,6 +8,7 @@ from iop.cli import adapters_command, conformance_command, fetch_command, status
 from iop.cli.admin_commands import admin_app
 from iop.cli.audit_command import audit_app
 from iop.cli.config_commands import config_app
+from iop.cli.session_command import session_app
 
 __all__ = ["register"]
 
@@ -21,4 +22,5 @@ def register(app: typer.Typer) -> None:
     adapters_command.register(app)
     conformance_command.register(app)
     app.add_typer(config_app, name="config")
+    app.add_typer(session_app, name="session")
     app.add_typer(admin_app, name="admin")

@@ -60,6 +60,10 @@ class OpsClient:
             f"/nodes/{quote(node, safe='')}/{quote(what, safe='')}", {"adapter": adapter} if adapter else {}
         )
 
+    def terminate_session(self, session: str) -> dict[str, Any]:
+        """End an agent's session on every ready Node (EN-70). Raises PermissionDenied without ``abort``."""
+        return self._ask("DELETE", f"/sessions/{quote(session, safe='')}")
+
     def artifact(self, name: str) -> Iterator[bytes]:
         """A profile's file in pieces (AD-46). Raises NotFound, or Unavailable when its Node is away or was lost."""
         target = self._target

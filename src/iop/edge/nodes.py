@@ -42,6 +42,7 @@ from iop.net.ports import EdgeConnection
 from iop.wire.handshake import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 from iop.wire.messages import (
     AdapterStatus,
+    CancelReason,
     CloseReason,
     CommandRequest,
     CommandResponse,
@@ -236,6 +237,23 @@ class Nodes:
                 for provider in answer.providers
             ),
         )
+
+    def terminate_session(self, session_id: str) -> list[NodeId]:
+        """End all runs of an agent's session and the state kept for it (EN-70).
+
+        Which Node holds a session is the Nodes' own knowledge, and one that knows it not does nothing, so every
+        ready Node is told.
+
+        Returns:
+            The Nodes told, in the order of the configuration.
+        """
+        told = []
+        for node in self.registry.nodes():
+            connection = self.connection_of(node)
+            if connection is not None:
+                connection.terminate_session(session_id, CancelReason.ABORTED_BY_ADMIN)
+                told.append(node)
+        return told
 
     def apply_snapshot(self, snapshot: EdgeSnapshot) -> None:
         """Push a new configuration to whom it concerns; each Node's answer shows in its view (EN-80, EN-114)."""

@@ -51,6 +51,7 @@ class ScriptedNode:
         self.node, self.token, self.instance = NodeId(node), token, instance
         self.tunnels = []
         self.cancels = []
+        self.ended_sessions = []
         self.refreshed = []
         self.answers = []
         self.is_ready = False
@@ -78,6 +79,9 @@ class ScriptedNode:
     def on_tunnel(self, tunnel) -> None:
         self.tunnels.append(tunnel)
         tunnel.bind(on_cancel=lambda reason: self._cancelled(tunnel, reason), on_writable=lambda: None)
+
+    def on_terminate_session(self, session_id) -> None:
+        self.ended_sessions.append(session_id)
 
     def _cancelled(self, tunnel, reason) -> None:
         self.cancels.append(reason)
@@ -144,6 +148,16 @@ async def test_a_cancel_reaches_the_node_and_the_lease_comes_back_once(fleet):
     await eventually(lambda: not len(edge.pools.leases))
     assert node.cancels[0].value == "client_gone"
     assert edge.pools.leases.returned_total == 1
+
+
+@pytest.mark.clause("EN-70")
+async def test_ending_a_session_tells_every_ready_node(fleet):
+    edge, listener = fleet
+    assert edge.nodes.terminate_session("team:s1") == []
+    node = await ScriptedNode().dial(listener.port)
+    await eventually(lambda: node.is_ready)
+    assert edge.nodes.terminate_session("team:s1") == ["n1"]
+    await eventually(lambda: node.ended_sessions == ["team:s1"])
 
 
 @pytest.mark.clause("EN-31", "EN-112", "EN-30")

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from iop.config import ConfigInvalid
 from iop.core.errors import IopError, NotFound, PermissionDenied, Unauthenticated, Unavailable
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -77,10 +78,10 @@ def ops_app(
     def guarded(endpoint: Endpoint) -> Endpoint:
         async def checked(request: Request) -> Response:
             try:
-                authorize(_bearer(request))
+                authorize(bearer_token(request))
                 return await endpoint(request)
             except IopError as error:
-                return _refusal(error)
+                return refusal(error)
 
         return checked
 
@@ -202,18 +203,24 @@ async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
         yield data
 
 
-def _bearer(request: Request) -> str | None:
+def bearer_token(request: Request) -> str | None:
+    """The bearer token that a request shows, if any."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 
 
-def _refusal(error: IopError) -> JSONResponse:
+def refusal(error: IopError) -> JSONResponse:
+    """An error as this listener tells it; a refused config lists every problem."""
     headers = {}
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     if error.retry_after_s is not None:
         headers["retry-after"] = str(int(error.retry_after_s))
+    shape: dict[str, Any] = {"code": error.reason, "message": error.message}
+    if isinstance(error, ConfigInvalid):
+        shape["problems"] = [
+            {"where": item.where, "key": item.key, "message": item.message, "fix": item.fix}
+            for item in error.problems
+        ]
     status = 403 if isinstance(error, PermissionDenied) else error.status.http
-    return JSONResponse(
-        {"error": {"code": error.reason, "message": error.message}}, status_code=status, headers=headers
-    )
+    return JSONResponse({"error": shape}, status_code=status, headers=headers)
