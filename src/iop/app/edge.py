@@ -48,7 +48,7 @@ from iop.edge.edge import Edge
 from iop.edge.metrics import EdgeCollector
 from iop.net.admin_steps import AdminStepCodec
 from iop.net.listener import Listener
-from iop.obs import Metrics
+from iop.obs.metrics import Metrics
 from iop.store.journal import SqlJournal
 from iop.wire.session import SessionSettings
 

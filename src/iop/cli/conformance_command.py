@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from iop.cli.admin_options import read_pem
-from iop.cli.output import data, exit_with, notes
+from iop.cli.output import data, exit_with
 from iop.cli.targets import find_endpoint
 from iop.core.errors import InvalidRequest
 
@@ -110,6 +110,8 @@ def conformance(
 
     Example: iop conformance --target 127.0.0.1:9091 --token admin --viewer-token viewer
     """
+    from rich.console import Console
+
     from iop.conformance.checks import all_checks
     from iop.conformance.report import as_json, as_junit, print_table, row_of
 
@@ -118,6 +120,7 @@ def conformance(
         for one in checks:
             data.print(f"{one.check_id:<36} {one.meaning}")
         return
+    progress = Console(stderr=True, soft_wrap=True, highlight=False)
     tokens = _tokens(target, {"admin": token, "operator": operator_token, "viewer": viewer_token})
     report = asyncio.run(
         _run(
@@ -131,10 +134,10 @@ def conformance(
             capacity=capacity,
             authorities=read_pem(tls_ca, "--tls-ca"),
             hooks=_hooks(hook or ()),
-            on_result=lambda result: notes.print(row_of(result), markup=True),
+            on_result=lambda result: progress.print(row_of(result)),
         )
     )
-    print_table(report, data)
+    print_table(report, Console(soft_wrap=True, highlight=False))
     if junit is not None:
         _write(junit, as_junit(report))
     if json_file is not None:

@@ -5,19 +5,34 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
-from rich.console import Console
+import typer
 
 from iop.config import ConfigInvalid
 from iop.core.errors import IopError
 
 __all__ = ["data", "exit_with", "notes", "print_error", "print_json", "print_rows"]
 
-data = Console(soft_wrap=True, highlight=False, markup=False)
+
+class Printer:
+    """Writes lines as they are, whatever the terminal's width; in colour only on a terminal.
+
+    Not rich's console: roles print their few lines here and live for months, with no use for its eight megabytes.
+    """
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        self._to_stderr = to_stderr
+
+    def print(self, *words: str, style: Literal["red", "yellow"] | None = None) -> None:
+        """One line of these words."""
+        typer.secho(" ".join(words), fg=style, err=self._to_stderr)
+
+
+data = Printer(to_stderr=False)
 """Standard output: what was asked for."""
 
-notes = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+notes = Printer(to_stderr=True)
 """Standard error: progress, hints, errors."""
 
 

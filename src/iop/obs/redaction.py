@@ -7,10 +7,10 @@ they hide in texts that others made.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["redact"]
+__all__ = ["clean_text", "redact"]
 
 HIDDEN: Final = "***"
 OMITTED: Final = "(content omitted)"
@@ -42,11 +42,9 @@ DEPTH_MAX: Final = 6
 """Nesting beyond which a value is not worth logging at all."""
 
 
-def redact(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """A structlog processor: hides credentials and content in every field, at any depth."""
-    for key, value in event.items():
-        event[key] = _clean(key, value, 0)
-    return event
+def redact(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same fields, with credentials and content hidden at any depth."""
+    return {key: _clean(key, value, 0) for key, value in fields.items()}
 
 
 def _clean(key: str, value: object, depth: int) -> object:

@@ -6,9 +6,10 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from prometheus_client import Histogram
+if TYPE_CHECKING:
+    from prometheus_client import Histogram
 
 __all__ = ["RepeatLimiter", "timed"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from iop.core.errors import NotFound
 from iop.edge.metrics import EdgeCollector
-from iop.obs import Metrics
+from iop.obs.metrics import Metrics
 from iop.testing.edge_fleet import (
     FakeEdgeConnection,
     RecordingSink,

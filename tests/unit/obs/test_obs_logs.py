@@ -107,3 +107,63 @@ def test_a_traceback_shows_no_local_variables(stream: io.StringIO) -> None:
     except ValueError:
         logging.getLogger("x").exception("request.failed")
     assert "my secret plan" not in stream.getvalue()
+
+
+def test_a_group_of_errors_shows_each_of_them(stream: io.StringIO) -> None:
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError:
+            raise ExceptionGroup(
+                "two tasks", [OSError("disk"), ValueError("Bearer hunter2hunter2")]
+            ) from None
+    except ExceptionGroup:
+        logging.getLogger("x").exception("tasks.failed")
+    ((group,),) = [event["exception"] for event in events(stream)]
+    assert [[inner["exc_type"] for inner in chain] for chain in group["exceptions"]] == [
+        ["OSError"],
+        ["ValueError"],
+    ]
+    assert "hunter2" not in stream.getvalue()
+    assert group["frames"][0]["name"] == "test_a_group_of_errors_shows_each_of_them"
+
+
+def test_a_recursion_without_end_is_logged_in_bounds(stream: io.StringIO) -> None:
+    def again() -> None:
+        again()
+
+    try:
+        again()
+    except RecursionError:
+        logging.getLogger("x").exception("request.failed")
+    (event,) = events(stream)
+    assert len(event["exception"][0]["frames"]) == 50
+
+
+def test_a_line_for_people_has_the_same_fields() -> None:
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    written = io.StringIO()
+    configure_logging(fmt=LogFormat.CONSOLE, stream=written, process="node")
+    try:
+        with bound(run_id="r1"):
+            logging.getLogger("iop.node").warning(
+                "link.%s", "lost", extra={"why": "no heart", "token": "hunter2"}
+            )
+        try:
+            raise OSError("Bearer hunter2hunter2 was refused")
+        except OSError:
+            logging.getLogger("iop.node").exception("link.failed")
+    finally:
+        root.handlers, root.level = handlers, level
+    first, second, *rest = written.getvalue().splitlines()
+    assert first.endswith("[warning ] link.lost [iop.node] process=node run_id=r1 token=*** why='no heart'")
+    assert "[error   ] link.failed" in second
+    assert rest[0].startswith("Traceback")
+    assert "hunter2" not in written.getvalue()
+
+
+def test_a_debug_line_of_a_noisy_library_is_left_out(stream: io.StringIO) -> None:
+    logging.getLogger("sqlalchemy").info("SELECT 1")
+    logging.getLogger("sqlalchemy").warning("the pool is full")
+    assert [event["event"] for event in events(stream)] == ["the pool is full"]

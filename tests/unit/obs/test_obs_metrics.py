@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from iop.obs import Metrics
+from iop.obs.metrics import Metrics
 
 
 @pytest.mark.clause("SF-32")
