@@ -38,7 +38,7 @@ def _kind(name: str) -> Kind:
     work = "runs" if name in _RUNS else "tunnels"
     control = NATIVE_CONTROLS.get(name)
     if control is not None:
-        return Kind(type=name, work=work, offers=control.OFFERS)
+        return Kind(type=name, work=work, offers=control().OFFERS)
     note = "what its OpenEngineAdmin advertises, where `admin` names one" if name in _OPENENGINE else "none"
     return Kind(type=name, work=work, note=note)
 

@@ -1,79 +1,134 @@
-"""Which adapter serves which type of the config."""
+"""Which adapter serves which type of the config.
+
+A kind is loaded when the first adapter of it is made: a Node in front of a plain HTTP engine carries neither gRPC nor
+the control of engines that it does not have. The table names all kinds nevertheless, so what a Node offers does not
+depend on what it has loaded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from iop.adapters.base import Adapter, AdapterServices
-from iop.adapters.cli import CliAdapter
-from iop.adapters.llamacpp.control import LlamaCppControl
-from iop.adapters.native_adapter import NativeHttpAdapter
-from iop.adapters.native_control import NativeControl
-from iop.adapters.ollama import OllamaAdapter
-from iop.adapters.openai_compat import OpenAICompatAdapter
-from iop.adapters.openengine.adapter import OpenEngineAdapter
-from iop.adapters.openengine.control import OpenEngineControl
-from iop.adapters.sglang.control import SglangControl
-from iop.adapters.trtllm.control import TrtllmControl
-from iop.adapters.vllm.control import VllmControl
 from iop.core.errors import Unsupported
 from iop.wire.messages import AdapterConfig, OpenAICompatSettings, OpenEngineSettings
+
+if TYPE_CHECKING:
+    from iop.adapters.native_control import NativeControl
+    from iop.adapters.openengine.control import OpenEngineControl
+
+__all__ = ["ADAPTERS", "NATIVE_CONTROLS", "AdapterFactory", "adapter_types", "create_adapter"]
 
 AdapterFactory = Callable[[AdapterConfig, AdapterServices], Adapter]
 """Makes one adapter; raises InvalidRequest when the config cannot work."""
 
 
-def _control(config: AdapterConfig, services: AdapterServices) -> OpenEngineControl | None:
-    """The engine's own OpenEngineAdmin, where the config names one, whatever the adapter's type."""
-    settings = config.engine_control
-    if settings is None and isinstance(config.settings, OpenEngineSettings):
-        settings = config.settings
-    if settings is None or not settings.admin_target:
-        return None
-    return OpenEngineControl(settings, services)
+# --- adapters ---------------------------------------------------------------------------------------------------------
 
 
 def _openai_compat(config: AdapterConfig, services: AdapterServices) -> Adapter:
+    from iop.adapters.openai_compat import OpenAICompatAdapter
+
     return OpenAICompatAdapter(config, services, control=_control(config, services))
 
 
-def _native(kind: type[NativeControl]) -> AdapterFactory:
+def _openengine(config: AdapterConfig, services: AdapterServices) -> Adapter:
+    from iop.adapters.openengine.adapter import OpenEngineAdapter
+
+    return OpenEngineAdapter(config, services, control=_control(config, services))
+
+
+def _ollama(config: AdapterConfig, services: AdapterServices) -> Adapter:
+    from iop.adapters.ollama import OllamaAdapter
+
+    return OllamaAdapter(config, services)
+
+
+def _cli(config: AdapterConfig, services: AdapterServices) -> Adapter:
+    from iop.adapters.cli import CliAdapter
+
+    return CliAdapter(config, services)
+
+
+def _native(load_control: Callable[[], type[NativeControl]]) -> AdapterFactory:
     """An HTTP engine with its own control routes, or with its OpenEngineAdmin where the config names one."""
 
     def make(config: AdapterConfig, services: AdapterServices) -> Adapter:
-        if _control(config, services) is not None or not isinstance(config.settings, OpenAICompatSettings):
+        if _control_settings(config) is not None or not isinstance(config.settings, OpenAICompatSettings):
             return _openai_compat(config, services)
-        return NativeHttpAdapter(
-            config, services, kind(config.settings, services, targets=tuple(config.targets))
-        )
+        from iop.adapters.native_adapter import NativeHttpAdapter
+
+        control = load_control()(config.settings, services, targets=tuple(config.targets))
+        return NativeHttpAdapter(config, services, control)
 
     return make
 
 
-NATIVE_CONTROLS: Final[Mapping[str, type[NativeControl]]] = MappingProxyType(
+# --- their control ----------------------------------------------------------------------------------------------------
+
+
+def _control(config: AdapterConfig, services: AdapterServices) -> OpenEngineControl | None:
+    """The engine's own OpenEngineAdmin, where the config names one, whatever the adapter's type."""
+    settings = _control_settings(config)
+    if settings is None:
+        return None
+    from iop.adapters.openengine.control import OpenEngineControl
+
+    return OpenEngineControl(settings, services)
+
+
+def _control_settings(config: AdapterConfig) -> OpenEngineSettings | None:
+    settings = config.engine_control
+    if settings is None and isinstance(config.settings, OpenEngineSettings):
+        settings = config.settings
+    return settings if settings is not None and settings.admin_target else None
+
+
+def _llamacpp_control() -> type[NativeControl]:
+    from iop.adapters.llamacpp.control import LlamaCppControl
+
+    return LlamaCppControl
+
+
+def _sglang_control() -> type[NativeControl]:
+    from iop.adapters.sglang.control import SglangControl
+
+    return SglangControl
+
+
+def _trtllm_control() -> type[NativeControl]:
+    from iop.adapters.trtllm.control import TrtllmControl
+
+    return TrtllmControl
+
+
+def _vllm_control() -> type[NativeControl]:
+    from iop.adapters.vllm.control import VllmControl
+
+    return VllmControl
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+NATIVE_CONTROLS: Final[Mapping[str, Callable[[], type[NativeControl]]]] = MappingProxyType(
     {
-        "llamacpp": LlamaCppControl,
-        "sglang": SglangControl,
-        "trtllm": TrtllmControl,
-        "vllm": VllmControl,
+        "llamacpp": _llamacpp_control,
+        "sglang": _sglang_control,
+        "trtllm": _trtllm_control,
+        "vllm": _vllm_control,
     }
 )
-"""Kinds that take admin steps over their own routes."""
-
-
-def _openengine(config: AdapterConfig, services: AdapterServices) -> Adapter:
-    return OpenEngineAdapter(config, services, control=_control(config, services))
-
+"""Kinds that take admin steps over their own routes; the call loads the control's class."""
 
 ADAPTERS: Final[Mapping[str, AdapterFactory]] = MappingProxyType(
     {
         "openai_compat": _openai_compat,
         "openengine": _openengine,
-        "ollama": OllamaAdapter,
-        "cli": CliAdapter,
-        **{kind: _native(control) for kind, control in NATIVE_CONTROLS.items()},
+        "ollama": _ollama,
+        "cli": _cli,
+        **{kind: _native(load_control) for kind, load_control in NATIVE_CONTROLS.items()},
     }
 )
 """By type."""

@@ -23,7 +23,6 @@ from iop.admin.core import AdminCore, CoreTiming
 from iop.admin.permissions import Principal
 from iop.api.grpc.auth import ApiKeyDirectory, Credentials, PrincipalDirectory
 from iop.api.grpc.edge_port import EdgePort
-from iop.api.grpc.listeners import admin_listener, admin_receive_bytes_max, inference_listener
 from iop.api.grpc.rpc_metrics import RpcMetrics
 from iop.api.http.keys import ApiKeys
 from iop.api.http.metrics import HttpCollector
@@ -40,7 +39,7 @@ from iop.app.listening import id_maker, operation_ids, process_owner, running_co
 from iop.app.ops_config import config_routes
 from iop.app.ops_sessions import session_routes
 from iop.app.process import Process, ProcessClock, Role
-from iop.app.translate import api_keys, file_tls, grpc_settings, http_keys, http_limits, principal_directory
+from iop.app.translate import api_keys, file_tls, http_keys, http_limits, principal_directory
 from iop.config import EdgeConfig
 from iop.config.values import Address
 from iop.core.ids import RunId
@@ -179,6 +178,9 @@ class _Served:
         address = self._config.listen.admin
         if address is None:
             return
+        from iop.api.grpc.listeners import admin_listener, admin_receive_bytes_max
+        from iop.app.grpc_listeners import grpc_settings
+
         listener = admin_listener(
             self._core,
             self._principals,
@@ -199,6 +201,9 @@ class _Served:
         address = self._config.listen.openengine
         if address is None:
             return
+        from iop.api.grpc.listeners import inference_listener
+        from iop.app.grpc_listeners import grpc_settings
+
         listener = inference_listener(
             self._port,
             self._port,

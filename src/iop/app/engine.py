@@ -20,11 +20,12 @@ from iop.api.http.limits import HttpLimits
 from iop.api.http.server import HttpServer
 from iop.app.addresses import binding
 from iop.app.development import ROLES
+from iop.app.grpc_listeners import grpc_settings
 from iop.app.home import ENGINE_FILE, RunFile, open_home, write_private
 from iop.app.listening import id_maker, operation_ids, process_owner, running_core, store_url
 from iop.app.process import Process, ProcessClock, Role
 from iop.app.sources import gather
-from iop.app.translate import grpc_settings, principal_directory
+from iop.app.translate import principal_directory
 from iop.config import EngineConfig, Loaded, load_engine
 from iop.config.tree import AdminSection, PrincipalEntry
 from iop.config.values import Address, SecretHash

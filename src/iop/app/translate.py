@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from iop.admin.permissions import PRESETS, Permission
 from iop.api.grpc.auth import ApiKeyDirectory, ApiKeyGrant, PrincipalDirectory, PrincipalGrant
-from iop.api.grpc.server import ListenerSettings
-from iop.api.grpc.tls import tls_from_files
 from iop.api.http.keys import ApiKeys, ApiKeySpec
 from iop.api.http.limits import HttpLimits
 from iop.config.tree import AdminSection, ApiKey, Limits, ListenerTls
-from iop.config.values import Address
 from iop.net.tls import ServerTls
 
-__all__ = ["api_keys", "file_tls", "grpc_settings", "http_keys", "http_limits", "principal_directory"]
+__all__ = ["api_keys", "file_tls", "http_keys", "http_limits", "principal_directory"]
 
 
 def principal_directory(section: AdminSection) -> PrincipalDirectory:
@@ -50,17 +46,6 @@ def api_keys(keys: Sequence[ApiKey]) -> ApiKeyDirectory:
             for key in keys
         ]
     )
-
-
-def grpc_settings(
-    address: Address, *, tls: ListenerTls | None, insecure: bool, receive_bytes_max: int | None = None
-) -> ListenerSettings:
-    """How a gRPC listener listens. Raises InvalidRequest when a certificate file cannot be read."""
-    material = None if tls is None else tls_from_files(tls.cert, tls.key, tls.client_ca)
-    settings = ListenerSettings(address=str(address), tls=material, is_insecure_allowed=insecure)
-    if receive_bytes_max is None:
-        return settings
-    return dataclasses.replace(settings, receive_bytes_max=receive_bytes_max)
 
 
 def file_tls(tls: ListenerTls | None) -> ServerTls | None:

@@ -13,7 +13,8 @@ from iop.app.edge_snapshot import CONTROLLED_TYPES
 def test_every_kind_is_listed_with_what_it_offers() -> None:
     listed = {kind.type: kind for kind in kinds()}
     assert tuple(listed) == adapter_types()
-    for name, control in NATIVE_CONTROLS.items():
+    for name, load_control in NATIVE_CONTROLS.items():
+        control = load_control()
         assert listed[name].offers == control.OFFERS
         assert all(offer.operation.name.lower().replace("_", " ") in markdown() for offer in control.OFFERS)
 
