@@ -39,6 +39,7 @@ from iop.app.listening import id_maker, operation_ids, process_owner, running_co
 from iop.app.ops_config import config_routes
 from iop.app.ops_sessions import session_routes
 from iop.app.process import Process, ProcessClock, Role
+from iop.app.tracing import tracer_of
 from iop.app.translate import api_keys, file_tls, http_keys, http_limits, principal_directory
 from iop.config import EdgeConfig
 from iop.config.values import Address
@@ -48,6 +49,7 @@ from iop.edge.metrics import EdgeCollector
 from iop.net.admin_steps import AdminStepCodec
 from iop.net.listener import Listener
 from iop.obs.metrics import Metrics
+from iop.obs.tracing import Tracer
 from iop.store.journal import SqlJournal
 from iop.wire.session import SessionSettings
 
@@ -68,7 +70,8 @@ def edge_role(file: Path, *, flags: Mapping[str, tuple[str, str]], warn: Callabl
 
     async def role(process: Process) -> int:
         async with AsyncExitStack() as stack:
-            served = _Served(keeper)
+            tracer = stack.enter_context(tracer_of(keeper.loaded.config.tracing, process="edge"))
+            served = _Served(keeper, tracer)
             await served.start(stack)
             process.announce(served.facts())
             await process.stopping.wait()
@@ -81,7 +84,7 @@ def edge_role(file: Path, *, flags: Mapping[str, tuple[str, str]], warn: Callabl
 class _Served:
     """One Edge with its listeners."""
 
-    def __init__(self, keeper: ConfigKeeper) -> None:
+    def __init__(self, keeper: ConfigKeeper, tracer: Tracer | None) -> None:
         self._keeper = keeper
         loaded = keeper.loaded
         config = self._config = loaded.config
@@ -97,6 +100,7 @@ class _Served:
             clock=self._clock,
             codec=AdminStepCodec(),
             new_run_id=_run_ids(),
+            tracer=tracer,
         )
         self._core = AdminCore(
             journal=SqlJournal(

@@ -14,6 +14,7 @@ from iop import __version__
 from iop.adapters.registry import adapter_types, create_adapter
 from iop.app.process import Process, ProcessClock, Role
 from iop.app.sources import gather
+from iop.app.tracing import tracer_of
 from iop.config import NodeConfig, load_node
 from iop.core.ids import NodeId
 from iop.net.admin_steps import AdminStepCodec
@@ -21,6 +22,7 @@ from iop.net.dialer import Dialer
 from iop.net.tls import ClientTls
 from iop.node.node import Node, NodeIdentity
 from iop.node.supervisor import LinkState, ReconnectPolicy
+from iop.obs.tracing import Tracer
 from iop.wire.handshake import PROTOCOL_VERSION_MAX
 
 __all__ = ["node_role"]
@@ -41,23 +43,27 @@ def node_role(file: Path, *, warn: Callable[[str], None]) -> Role:
     config = loaded.config
 
     async def role(process: Process) -> int:
-        node = _make_node(config)
-        async with asyncio.TaskGroup() as tasks:
-            run = tasks.create_task(node.run(), name="node")
-            watchers = [
-                tasks.create_task(_announce_when_ready(node, process), name="node-ready"),
-                tasks.create_task(_stop_when_asked(node, process), name="node-stop"),
-            ]
-            try:
-                return await run
-            finally:
-                for watcher in watchers:
-                    watcher.cancel()
+        with tracer_of(config.tracing, process="node", instance=config.node) as tracer:
+            return await _serve(_make_node(config, tracer), process)
 
     return role
 
 
-def _make_node(config: NodeConfig) -> Node:
+async def _serve(node: Node, process: Process) -> int:
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(node.run(), name="node")
+        watchers = [
+            tasks.create_task(_announce_when_ready(node, process), name="node-ready"),
+            tasks.create_task(_stop_when_asked(node, process), name="node-stop"),
+        ]
+        try:
+            return await run
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+
+
+def _make_node(config: NodeConfig, tracer: Tracer | None) -> Node:
     assert config.edge.path is None, "the config's rules refuse it"
     tls = None
     if config.tls is not None:
@@ -77,6 +83,7 @@ def _make_node(config: NodeConfig) -> Node:
         codec=AdminStepCodec(),
         clock=ProcessClock(),
         environment=os.environ,
+        tracer=tracer,
         # Jitter must differ between Nodes that start at once, so it is seeded by the machine (EN-107).
         rng=random.Random(os.urandom(16)),  # noqa: S311  (no secret depends on it)
     )

@@ -55,6 +55,7 @@ __all__ = [
     "ProtocolProfile",
     "Queue",
     "Reconnect",
+    "Tracing",
     "Wire",
 ]
 
@@ -146,6 +147,30 @@ class AdminSection:
     readback_sec: float = field(
         default=30.0,
         metadata=_seconds("connected participants are read back at least this often (AD-35)", low=0.1),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracing:
+    """Spans of requests, sent to a collector over OTLP/HTTP (SF-13, SF-32). Needs ``iop[tracing]``."""
+
+    endpoint: str | None = field(
+        default=None,
+        metadata={
+            "doc": "the collector's traces URL, path included; absent: no spans are made",
+            "scheme": ("http", "https"),
+        },
+    )
+    sample_ratio: float = field(
+        default=1.0,
+        metadata={
+            "doc": "share of new traces that is recorded; a caller's own decision is kept",
+            "min": 0.0,
+            "max": 1.0,
+        },
+    )
+    interval_sec: float = field(
+        default=5.0, metadata=_seconds("a finished span waits at most this long for company", low=0.05)
     )
 
 
@@ -448,6 +473,7 @@ class EdgeConfig:
     nodes: tuple[NodeEntry, ...] = field(default=(), metadata=_doc("the Nodes that may register"))
     models: tuple[Model, ...] = field(default=(), metadata=_doc("what callers may ask for"))
     limits: Limits = field(default=Limits(), metadata=_doc("limits of the public HTTP API"))
+    tracing: Tracing = field(default=Tracing(), metadata=_doc("spans of requests; needs a restart"))
 
 
 # --- node.yaml --------------------------------------------------------------------------------------------------------
@@ -479,6 +505,7 @@ class NodeConfig:
     token: Secret = field(metadata=_doc("this Node's secret: file: or env:"))
     tls: NodeTls | None = field(default=None, metadata=_doc("TLS to the Edge"))
     reconnect: Reconnect = field(default=Reconnect(), metadata=_doc("when to try again"))
+    tracing: Tracing = field(default=Tracing(), metadata=_doc("spans of what runs on this Node"))
 
 
 # --- engine.yaml ------------------------------------------------------------------------------------------------------

@@ -117,6 +117,7 @@ class DispatchRequest:
         session: affinity key; later requests with the same key prefer the provider of the earlier ones.
         preferred_provider: opaque provider name (as in ``x-iop-provider``) that the caller would like: a hint (EN-04).
         caller: name of the API key, for ``iop explain``; empty when the API is open.
+        traceparent, tracestate: the caller's trace context, as it said it (SF-13); read only where spans are recorded.
     """
 
     request_id: RequestId
@@ -127,6 +128,8 @@ class DispatchRequest:
     session: str = ""
     preferred_provider: str = ""
     caller: str = ""
+    traceparent: str = ""
+    tracestate: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

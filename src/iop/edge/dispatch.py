@@ -46,7 +46,9 @@ from iop.edge.pools import (
 )
 from iop.edge.refusals import error_of_refusal
 from iop.edge.snapshot import EdgeSnapshot
+from iop.edge.traces import RequestTrace
 from iop.net.ports import EdgeConnection, OutboundStream
+from iop.obs.tracing import Tracer
 from iop.wire.messages import CancelReason, RunRequest, TunnelRequest
 
 __all__ = ["DispatchHandle", "Dispatcher"]
@@ -69,6 +71,7 @@ class Dispatcher:
         find_connection: the connection of a generation while it is the ready owner, else ``None``.
         new_run_id: makes a fresh id for each attempt (EN-118).
         weight_version: what a provider is known to serve now.
+        tracer: records spans of each request; None: none are (SF-13).
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Dispatcher:
         find_connection: Callable[[NodeId, Generation], EdgeConnection | None],
         new_run_id: Callable[[], RunId],
         weight_version: Callable[[ProviderKey], str] = lambda _key: UNKNOWN_VERSION,
+        tracer: Tracer | None = None,
     ) -> None:
         self.pools = pools
         self.outcomes = outcomes
@@ -93,6 +97,7 @@ class Dispatcher:
         self._find_connection = find_connection
         self._new_run_id = new_run_id
         self._weight_version = weight_version
+        self._tracer = tracer
         self._loop = asyncio.get_running_loop()
         self._live: dict[int, tuple[DispatchHandle, Attempt]] = {}
         self._confirms: dict[int, asyncio.TimerHandle | None] = {}
@@ -107,6 +112,11 @@ class Dispatcher:
         self._idle: list[tuple[frozenset[ProviderKey] | None, asyncio.Future[None]]] = []
 
     # ---- for surfaces ----
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether spans are recorded: then requests should say their caller's trace context."""
+        return self._tracer is not None
 
     async def dispatch(self, request: DispatchRequest, prepare: PrepareCall) -> DispatchHandle:
         """Dispatch a request.
@@ -156,20 +166,22 @@ class Dispatcher:
         if len(model.members) <= EXPLAINED_CANDIDATES_MAX:
             record.candidates = tuple(self.pools.explain(demand, now=now))
         handle = DispatchHandle(self, request, prepare, record, demand, self._snapshot.limits, now)
+        if self._tracer is not None:
+            handle.trace = RequestTrace(self._tracer, request)
         answer = self.pools.acquire(demand, now=now)
         while True:
             if isinstance(answer, Waiting):
                 self._promise(handle, answer)
                 answer = await self._promised(handle)
             if isinstance(answer, Refusal):
-                raise self._reject(record, error_of_refusal(answer, request.model))
+                raise handle.rejected(self._reject(record, error_of_refusal(answer, request.model)))
             if isinstance(answer, Lease):
                 if self._open(handle, answer):
                     return handle
                 # The connection had just begun to close.
                 if not handle.may_try_again:
                     lost = Unavailable("the provider's Node was lost", reason="node_lost", retry_after_s=1.0)
-                    raise self._reject(record, lost)
+                    raise handle.rejected(self._reject(record, lost))
                 handle.demand = replace(handle.demand, run_id=self._new_run_id())
                 answer = self.pools.acquire_again(handle.demand, now=self._loop.time())
 

@@ -23,6 +23,7 @@ from iop.edge.registry import Registry
 from iop.edge.snapshot import EdgeSnapshot
 from iop.edge.status import Status
 from iop.edge.tasks import TaskOwner
+from iop.obs.tracing import Tracer
 from iop.wire.handshake import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Edge:
         clock: wall time, for what people read.
         codec: the wire form of admin records.
         new_run_id: makes a fresh id per dispatch attempt (EN-118).
+        tracer: records spans of each request; None: none are (SF-13).
 
     Attributes:
         nodes: the ``EdgeHandler`` for the listener.
@@ -51,7 +53,13 @@ class Edge:
     """
 
     def __init__(
-        self, snapshot: EdgeSnapshot, *, clock: Clock, codec: StepCodec, new_run_id: Callable[[], RunId]
+        self,
+        snapshot: EdgeSnapshot,
+        *,
+        clock: Clock,
+        codec: StepCodec,
+        new_run_id: Callable[[], RunId],
+        tracer: Tracer | None = None,
     ) -> None:
         now = asyncio.get_running_loop().time
         labels: dict[ProviderKey, str] = {}
@@ -71,6 +79,7 @@ class Edge:
             find_connection=self.nodes.find_connection,
             new_run_id=new_run_id,
             weight_version=lambda key: labels.get(key, UNKNOWN_VERSION),
+            tracer=tracer,
         )
         self.artifacts = Artifacts(self.nodes.connection_of, new_run_id)
         self.participants = Participants(

@@ -25,6 +25,7 @@ from iop.edge.outcomes import (
 )
 from iop.edge.pools import Demand, Lease, Pools, Refusal, Verdict, WaiterId, Waiting
 from iop.edge.snapshot import DispatchLimits
+from iop.edge.traces import RequestTrace
 from iop.wire.messages import CancelReason, StreamError, StreamErrorCode, Usage
 
 
@@ -138,6 +139,7 @@ class DispatchHandle:
         "queue_position",
         "record",
         "request",
+        "trace",
         "version_begun",
     )
 
@@ -159,6 +161,8 @@ class DispatchHandle:
         self._frozen_at: float | None = None
         self._frozen_s = 0.0
         self._is_truncated = False
+        self.trace: RequestTrace | None = None
+        """Its spans, where they are recorded."""
         self.attempts = 0
         self._tried: frozenset[ProviderKey] = frozenset()
         self._waiter: WaiterId | None = None
@@ -237,6 +241,8 @@ class DispatchHandle:
     def attempt_started(self, attempt: Attempt) -> None:
         """The first part of an answer is here: the first-byte limit is met, the total one goes on."""
         self.record.version_first = self._shell.weight_version(attempt.lease.key)
+        if self.trace is not None:
+            self.trace.answers(attempt.status)
         if self._frozen_at is None and self._limit_at(attempt) < self._armed_at:
             self._arm(attempt)  # else the timer finds out when it fires: most answers end before it does
 
@@ -295,6 +301,8 @@ class DispatchHandle:
             reason = error.reason if isinstance(error, IopError) else "internal"
             self.settle_unserved(Outcome.REJECTED, reason)
             raise
+        if self.trace is not None:
+            call = self.trace.opens(call, target, lease.run_id)
         attempt = Attempt(self, lease, target, call)
         self.attempt = attempt
         self.phase = Phase.RUNNING
@@ -308,6 +316,8 @@ class DispatchHandle:
         except ConnectionGoneError:
             self.record.attempts[-1].error = StreamErrorCode.NODE_LOST.value
             self.phase = Phase.WAITING
+            if self.trace is not None:
+                self.trace.repeats(StreamErrorCode.NODE_LOST.value)
             raise
         if self.phase is Phase.RUNNING:
             self._arm(attempt)
@@ -361,6 +371,8 @@ class DispatchHandle:
         self.phase = Phase.WAITING
         self._queued_at = self._shell.now()
         self._tried |= {tried}
+        if self.trace is not None:
+            self.trace.repeats(self.record.attempts[-1].error)
         self._shell.seek_again(self, self._tried)
 
     @property
@@ -397,6 +409,12 @@ class DispatchHandle:
         """It never ran."""
         self._settle(outcome, reason)
 
+    def rejected(self, error: IopError) -> IopError:
+        """The dispatcher refused it; ``error`` is given back."""
+        if self.trace is not None:
+            self.trace.ends(self.record, Outcome.REJECTED, error.reason)
+        return error
+
     def runs(self, attempt: Attempt) -> bool:
         """Whether this attempt is the one that its caller listens to."""
         return self.phase is Phase.RUNNING and self.attempt is attempt
@@ -429,6 +447,8 @@ class DispatchHandle:
             self.record.version_last = self._shell.weight_version(self.attempt.lease.key)
         if self._shell.outcomes.settle(self.record, outcome, reason=reason, now=self._shell.now()):
             self._log(outcome, reason)
+            if self.trace is not None:
+                self.trace.ends(self.record, outcome, reason)
 
     def _log(self, outcome: Outcome, reason: str) -> None:
         """Tell of the end: of an ordinary one only to who asks for details."""
@@ -448,6 +468,7 @@ class DispatchHandle:
                 "reason": reason,
                 "attempts": self.attempts,
                 "queue_ms": self.queue_ms,
+                "trace_id": None if self.trace is None else self.trace.trace_id,
             },
         )
 

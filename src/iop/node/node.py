@@ -42,6 +42,7 @@ from iop.node.supervisor import (
 )
 from iop.node.tasks import OwnedTasks
 from iop.node.work import NodeWork
+from iop.obs.tracing import Tracer
 from iop.wire.messages import CancelReason, CloseReason, RegisterRequest
 
 _log = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class Node:
         rng: for jitter.
         environment: variables that a config may let through to command-line agents.
         stop_grace_s: how long runs may finish at a shutdown.
+        tracer: records spans of each stream; None: none are (SF-13).
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Node:
         rng: random.Random,
         environment: Mapping[str, str] | None = None,
         stop_grace_s: float = STOP_GRACE_S,
+        tracer: Tracer | None = None,
     ) -> None:
         self._identity = identity
         self._dialer = dialer
@@ -128,6 +131,7 @@ class Node:
         self._rng = rng
         self._environment = dict(environment or {})
         self._stop_grace_s = stop_grace_s
+        self._tracer = tracer
         self._supervision = Supervision(policy=policy)
         self._events: deque[LinkEvent] = deque()
         self._has_events = asyncio.Event()
@@ -171,7 +175,7 @@ class Node:
                 clock=self._clock, environment=self._environment, on_change=self._on_change
             )
             providers = ProviderSet(self._make_adapter, services, tasks)
-            work = NodeWork(providers, tasks)
+            work = NodeWork(providers, tasks, tracer=self._tracer)
             steps = StepRunner(providers, work, self._codec, tasks)
             commands = CommandDesk(providers, work, steps, self._codec, self._transport)
             self._parts = NodeParts(

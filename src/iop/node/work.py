@@ -19,6 +19,8 @@ from iop.core.errors import IopError
 from iop.core.ids import SessionId
 from iop.net.ports import InboundRun, InboundTunnel
 from iop.node.providers import Provider, ProviderSet
+from iop.node.traces import TracedRun, TracedTunnel
+from iop.obs.tracing import Tracer
 from iop.wire.messages import (
     ArtifactRequest,
     CancelReason,
@@ -153,10 +155,14 @@ class NodeWork:
         providers: who serves.
         tasks: owns the runs; outlives connections, so that a run whose connection went can be cleaned up
             (EN-117).
+        tracer: records spans of each stream; None: none are.
     """
 
-    def __init__(self, providers: ProviderSet, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, providers: ProviderSet, tasks: asyncio.TaskGroup, *, tracer: Tracer | None = None
+    ) -> None:
         self._providers = providers
+        self._tracer = tracer
         self._tasks = tasks
         self._held: dict[_Hold, None] = {}
         self._waiting_for_safe_point: dict[_Hold, CancelReason] = {}
@@ -187,15 +193,19 @@ class NodeWork:
         if isinstance(provider, StreamError):
             tunnel.fail(provider)
             return
+        traced = None
+        if self._tracer is not None:
+            tunnel = traced = TracedTunnel(self._tracer, tunnel)
         held = HeldTunnel(self, provider, tunnel, session_id=request.session_id, is_long=request.long_context)
         held.is_side = is_side
         self._hold(held)
+        on_done = held.on_done if traced is None else traced.closing(held.on_done)
         try:
-            provider.adapter.open_tunnel(held, held.on_done)
+            provider.adapter.open_tunnel(held, on_done)
         except Exception:  # noqa: BLE001 - one broken adapter must not end the node
             _log.exception("tunnel.failed run_id=%s", request.run_id)
             tunnel.fail(StreamError(code=StreamErrorCode.INTERNAL, message="the adapter failed"))
-            held.on_done()
+            on_done()
 
     def open_run(self, run: InboundRun) -> None:
         """Serve one run in a task of its own, or refuse it before its start."""
@@ -204,9 +214,12 @@ class NodeWork:
         if isinstance(provider, StreamError):
             run.emit(RunEvent(type=RunEventType.ERROR, error=provider))
             return
+        traced = None
+        if self._tracer is not None:
+            run = traced = TracedRun(self._tracer, run)
         held = HeldRun(self, provider, run)
         self._hold(held)
-        self._tasks.create_task(self._serve_run(held), name=f"run.{request.run_id}")
+        self._tasks.create_task(self._serve_run(held, traced), name=f"run.{request.run_id}")
 
     def open_artifact(self, request: ArtifactRequest, tunnel: InboundTunnel) -> None:
         """Stream an artifact; it needs no place at the gate, since no engine works for it."""
@@ -305,7 +318,7 @@ class NodeWork:
             )
         return provider
 
-    async def _serve_run(self, held: HeldRun) -> None:
+    async def _serve_run(self, held: HeldRun, traced: TracedRun | None) -> None:
         try:
             async with asyncio.timeout(held.request.timeout_sec or None):
                 await held.provider.adapter.run(held)
@@ -317,6 +330,8 @@ class NodeWork:
             _log.exception("run.failed run_id=%s", held.request.run_id)
             held.emit(_run_error(StreamErrorCode.INTERNAL, "the adapter failed"))
         finally:
+            if traced is not None:
+                traced.close()
             held.on_done()
 
 

@@ -37,6 +37,7 @@ from iop.net.dialer import Dialer
 from iop.net.listener import Listener
 from iop.node.node import Node, NodeIdentity
 from iop.node.supervisor import ReconnectPolicy
+from iop.obs.tracing import Tracer
 from iop.testing.http_site import RawCaller, SystemClock, eventually
 from iop.testing.stub_engine import StubEngine
 from iop.wire.messages import AdapterConfig, NodeConfig, OllamaSettings, OpenAICompatSettings
@@ -174,6 +175,7 @@ async def fleet_of(
     is_ollama: bool = False,
     operations: frozenset[str] | None = None,
     endpoint: str | None = None,
+    tracer: Tracer | None = None,
     **model: object,
 ) -> AsyncIterator[HttpFleet]:
     limits = limits or HttpLimits()
@@ -191,7 +193,11 @@ async def fleet_of(
             config = replace(config, limits=dispatch_limits)
         async with (
             Edge(
-                config, clock=clock, codec=AdminStepCodec(), new_run_id=lambda: RunId(f"run-{next(numbers)}")
+                config,
+                clock=clock,
+                codec=AdminStepCodec(),
+                new_run_id=lambda: RunId(f"run-{next(numbers)}"),
+                tracer=tracer,
             ) as edge,
             Listener(handler=edge.nodes, host="127.0.0.1", port=0) as listener,
         ):
@@ -222,6 +228,7 @@ async def fleet_of(
                     clock=clock,
                     rng=random.Random(1),
                     stop_grace_s=1.0,
+                    tracer=tracer,
                 )
                 fleet = HttpFleet(edge, surface, server, stub, port)
                 fleet.node = node

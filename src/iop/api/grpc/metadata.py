@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from iop.api.grpc.ports import RoutingHints
 from iop.core.errors import InvalidRequest
+from iop.obs.tracing import parse_trace
 
 __all__ = ["WEIGHT_VERSION_KEY", "header_text", "read_hints"]
 
@@ -47,12 +48,13 @@ def read_hints(metadata: Iterable[tuple[str, str | bytes]]) -> RoutingHints:
     ):
         raise _bad(ROUTING_KEY, f"must be 1 to {ROUTING_KEY_CHARS_MAX} printable ASCII characters")
     parents = found.get("traceparent", [])
+    trace = parse_trace(parents[0], ",".join(found.get("tracestate", ()))) if len(parents) == 1 else None
     return RoutingHints(
         routing_key=routing_key or "",
         target_dp_rank=_number(found, TARGET_DP_RANK, _UNSIGNED, low=0, high=2**32 - 1),
         priority=_number(found, PRIORITY, _SIGNED, low=-(2**31), high=2**31 - 1),
-        traceparent=parents[0] if len(parents) == 1 else "",
-        tracestate=",".join(found.get("tracestate", ())),
+        traceparent="" if trace is None else trace.traceparent,
+        tracestate="" if trace is None else trace.state,
     )
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from iop.api.http.head import HeaderList, RequestHead
+from iop.obs.tracing import TRACE_FIELDS, TraceContext, passed_trace, read_trace
 
-__all__ = ["accepts_coding", "provider_headers", "request_headers", "request_id_of"]
+__all__ = ["accepts_coding", "provider_headers", "request_headers", "request_id_of", "trace_of"]
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 """Ids that callers may bring: visible ASCII, short enough for every log line and table."""
@@ -46,6 +47,8 @@ _NEVER_TO_PROVIDER: Final = _HOP_BY_HOP | {
     b"x-real-ip",
     # Our own id goes out under its name; what the caller sent may not have been a valid one.
     b"x-request-id",
+    # The same holds for trace context: it goes on if it is well-formed (SF-13).
+    *TRACE_FIELDS,
 }
 
 _NEVER_TO_CALLER: Final = _HOP_BY_HOP | {
@@ -80,10 +83,16 @@ def request_headers(head: RequestHead, *, request_id: str, is_stream: bool) -> H
     """
     named = _named_by_connection(head.headers)
     headers: HeaderList = []
+    traced: HeaderList | None = None
     has_encoding = False
     for field in head.headers:
         name = field[0]
-        if name in _NEVER_TO_PROVIDER or name in named or name.startswith(_OURS):
+        if name in _NEVER_TO_PROVIDER:
+            if name in TRACE_FIELDS:
+                traced = traced or []
+                traced.append(field)
+            continue
+        if name in named or name.startswith(_OURS):
             continue
         if name == b"accept-encoding":
             if is_stream:
@@ -93,7 +102,14 @@ def request_headers(head: RequestHead, *, request_id: str, is_stream: bool) -> H
     if not has_encoding:
         headers.append((b"accept-encoding", b"identity"))
     headers.append((b"x-request-id", request_id.encode("ascii")))
+    if traced is not None:
+        headers += passed_trace(traced)
     return headers
+
+
+def trace_of(head: RequestHead) -> TraceContext | None:
+    """The caller's trace context, if it brought a well-formed one (SF-13)."""
+    return read_trace(head.headers)
 
 
 def provider_headers(headers: Sequence[tuple[bytes, bytes]]) -> HeaderList:

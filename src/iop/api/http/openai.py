@@ -8,7 +8,7 @@ stood, nothing else changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -22,7 +22,7 @@ from iop.api.http.errors import Dialect, error_body, error_code, error_headers, 
 from iop.api.http.estimate import estimate_tokens, prompt_bytes
 from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList
-from iop.api.http.headers import request_headers, request_id_of
+from iop.api.http.headers import request_headers, request_id_of, trace_of
 from iop.api.http.keys import ApiKeys, Caller
 from iop.api.http.limits import ByteBudget, HttpLimits
 from iop.api.http.metrics import SurfaceFigures
@@ -50,6 +50,11 @@ SESSION_BYTES_MAX: Final = 128
 
 class DispatchPort(Protocol):
     """What this surface asks of dispatch; ``iop.edge.dispatch.Dispatcher`` implements it."""
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether spans are recorded: then requests say their caller's trace context."""
+        ...
 
     async def dispatch(self, request: DispatchRequest, prepare: PrepareCall) -> DispatchHandle:
         """Wait for a lease and open the stream under it."""
@@ -214,6 +219,8 @@ class EdgeHttp:
             session=visit.session,
             caller=visit.caller.name,
         )
+        if self._dispatch.is_tracing and (trace := trace_of(exchange.head)) is not None:
+            request = replace(request, traceparent=trace.traceparent, tracestate=trace.state)
         exchange.run(
             self._serve(exchange, visit, route, fields, request), name="http-dispatch", is_eager=True
         )
@@ -451,20 +458,16 @@ def _tunnel_call(
 
 
 def _run_call(exchange: Exchange, visit: _Visit, target: ServedTarget) -> RunCall:
-    head = exchange.head
     fields = visit.fields
+    trace = trace_of(exchange.head)
     return RunCall(
         input=b"".join(fields.with_model(target.target)),
         sink=visit.relay,
         stream=fields.is_stream,
         session_id=visit.session,
-        traceparent=_ascii(head.get(b"traceparent")),
-        tracestate=_ascii(head.get(b"tracestate")),
+        traceparent="" if trace is None else trace.traceparent,
+        tracestate="" if trace is None else trace.state,
     )
-
-
-def _ascii(value: bytes | None) -> str:
-    return "" if value is None else value.decode("ascii", "replace")[:512]
 
 
 def _wants_usage(options: msgspec.Raw) -> bool:

@@ -12,7 +12,7 @@ from iop.api.http.convert.writers import AnswerTerms
 from iop.api.http.errors import Dialect
 from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList
-from iop.api.http.headers import request_headers
+from iop.api.http.headers import request_headers, trace_of
 from iop.api.http.relay import Relay
 from iop.api.http.runs import RunRelay
 from iop.core.errors import IopError
@@ -117,14 +117,14 @@ class Conversion:
     def run_call(self, *, session_id: str) -> RunCall:
         """The run."""
         assert isinstance(self._relay, RunRelay), "the sink is made first"
-        head = self._exchange.head
+        trace = trace_of(self._exchange.head)
         return RunCall(
             input=self._plan.body,
             sink=self._relay,
             stream=self._plan.is_stream,
             session_id=session_id,
-            traceparent=_ascii(head.get(b"traceparent")),
-            tracestate=_ascii(head.get(b"tracestate")),
+            traceparent="" if trace is None else trace.traceparent,
+            tracestate="" if trace is None else trace.state,
         )
 
     # ---- callbacks ----
@@ -145,7 +145,3 @@ class Conversion:
         if handle is not None:
             handle.note_truncated()
             handle.cancel(CancelReason.CLIENT_GONE)
-
-
-def _ascii(value: bytes | None) -> str:
-    return "" if value is None else value.decode("ascii", "replace")[:512]
