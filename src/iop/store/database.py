@@ -1,4 +1,4 @@
-"""Opening a store: URL, engines with explicit isolation, the lock that tells whether its owner lives, migrations."""
+"""Opening a store: URL, connections with explicit isolation, the lock that tells whether its owner lives, schema."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
-from sqlalchemy.pool import AsyncAdaptedQueuePool
+from sqlalchemy.pool import QueuePool
 
 from iop.core.errors import InvalidRequest, Unavailable
+from iop.store import schema
+from iop.store.connections import Connection, Connections
 
 __all__ = ["Database", "normalised_url"]
 
@@ -24,13 +23,16 @@ BUSY_TIMEOUT_S: Final = 10.0
 """How long SQLite waits for another process's write before the store counts as unavailable."""
 
 READERS: Final = 4
-"""Connections for reading side by side; each is a thread on SQLite."""
+"""Connections for reading side by side, each with a thread; made when they are needed."""
 
 LOCK_ATTEMPTS: Final = 20
 LOCK_PAUSE_S: Final = 0.1
 """A PostgreSQL server notices only a moment later that the process before has closed or died; a store that is still
 held after two seconds has an owner that lives.
 """
+
+SERVER_LOST_S: Final = 10
+"""How long a PostgreSQL server that has fallen silent is waited for; a thread can be called off in no other way."""
 
 ADVISORY_LOCK: Final = 0x10B0_AD10
 """The PostgreSQL advisory lock that stands for one journal's owner; any fixed number of ours."""
@@ -48,7 +50,7 @@ def normalised_url(url: str) -> URL:
         raise InvalidRequest("store: not a URL; try sqlite:///edge.db") from exc
     match parsed.get_backend_name():
         case "sqlite":
-            return parsed.set(drivername="sqlite+aiosqlite")
+            return parsed.set(drivername="sqlite+pysqlite")
         case "postgresql":
             return parsed.set(drivername="postgresql+psycopg")
         case other:
@@ -56,34 +58,30 @@ def normalised_url(url: str) -> URL:
 
 
 class Database:
-    """The engines of one store. One connection writes; several read."""
+    """The connections to one store. One writes; several read."""
 
     def __init__(self, url: str) -> None:
         self.url = normalised_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         if self.is_sqlite and self.url.database in {None, "", ":memory:"}:
             raise InvalidRequest("store: SQLite needs a file, such as sqlite:///edge.db")
-        self.writer = self._engine(size=1, begin="BEGIN IMMEDIATE")
-        self.reader = self._engine(size=READERS, begin="BEGIN")
+        self.writer = self._connections(count=1, begin="BEGIN IMMEDIATE", name="store-writer")
+        self.reader = self._connections(count=READERS, begin="BEGIN", name="store-reader")
         self._lock_file: int | None = None
-        self._lock_connection: AsyncConnection | None = None
+        self._lock_connection = contextlib.AsyncExitStack()
 
-    def _engine(self, *, size: int, begin: str) -> AsyncEngine:
-        options: dict[str, Any] = {
-            "poolclass": AsyncAdaptedQueuePool,
-            "pool_size": size,
-            "max_overflow": 0,
-            "pool_timeout": BUSY_TIMEOUT_S,
-        }
+    def _connections(self, *, count: int, begin: str, name: str) -> Connections:
+        options: dict[str, Any] = {"poolclass": QueuePool, "pool_size": count, "max_overflow": 0}
         if self.is_sqlite:
-            options["connect_args"] = {"timeout": BUSY_TIMEOUT_S}
+            options["connect_args"] = {"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}
         else:
             options["isolation_level"] = "READ COMMITTED"
             options["pool_pre_ping"] = True
-        engine = create_async_engine(self.url, **options)
+            options["connect_args"] = _patience(self.url)
+        engine = sa.create_engine(self.url, **options)
         if self.is_sqlite:
             _prepare_sqlite(engine, begin)
-        return engine
+        return Connections(engine, count=count, name=name, wait_s=BUSY_TIMEOUT_S)
 
     async def take_lock(self) -> None:
         """Hold the store for as long as this process lives; the kernel or the server lets go when it dies.
@@ -111,38 +109,57 @@ class Database:
         self._lock_file = handle
 
     async def _take_advisory_lock(self) -> None:
-        connection = await self.reader.connect()
-        connection = await connection.execution_options(isolation_level="AUTOCOMMIT")
+        connection = await self._lock_connection.enter_async_context(self.reader.connect(is_autocommit=True))
         for _ in range(LOCK_ATTEMPTS):
             if await connection.scalar(sa.select(sa.func.pg_try_advisory_lock(ADVISORY_LOCK))):
-                self._lock_connection = connection
                 return
             await asyncio.sleep(LOCK_PAUSE_S)
-        await connection.close()
+        await self._lock_connection.aclose()
         raise _leased("this store")
 
-    async def warm_up(self) -> None:
-        """Open the reading connections now: an opening that a caller's cancellation cuts off would leak one."""
-        async with contextlib.AsyncExitStack() as stack:
-            for _ in range(READERS - (self._lock_connection is not None)):
-                _ = await stack.enter_async_context(self.reader.connect())
-
     async def migrate(self) -> None:
-        """Bring the schema to the newest version; a new store is made that way too."""
+        """Bring the schema to the newest version; a new store is made that way too.
+
+        Raises:
+            Unavailable: STORE_VERSION, a newer release has written it.
+        """
         async with self.writer.connect() as connection:
-            await connection.run_sync(_upgrade)
-            await connection.commit()
+            await _bring_to_head(connection)
 
     async def aclose(self) -> None:
         """Close connections and let go of the lock. Idempotent."""
-        if self._lock_connection is not None:
-            connection, self._lock_connection = self._lock_connection, None
-            await connection.close()
-        await self.writer.dispose()
-        await self.reader.dispose()
+        await self._lock_connection.aclose()
+        await self.writer.aclose()
+        await self.reader.aclose()
         if self._lock_file is not None:
             handle, self._lock_file = self._lock_file, None
             os.close(handle)
+
+
+async def _bring_to_head(connection: Connection) -> None:
+    version = await connection.run(schema.version_of)
+    if version == schema.HEAD:
+        return
+    if version is None:
+        await connection.run(schema.create)
+    else:
+        # Only here: few starts find an older store, and the migration tool weighs more than the store itself.
+        from iop.store.upgrading import upgrade
+
+        await connection.run(upgrade)
+    await connection.commit()
+
+
+def _patience(url: URL) -> dict[str, str]:
+    """Time limits of a connection, but for those that the URL sets itself."""
+    limits = {
+        "connect_timeout": SERVER_LOST_S,
+        "keepalives_idle": SERVER_LOST_S,
+        "keepalives_interval": SERVER_LOST_S // 5,
+        "keepalives_count": 5,
+        "tcp_user_timeout": 2 * SERVER_LOST_S * 1000,
+    }
+    return {key: str(value) for key, value in limits.items() if key not in url.query}
 
 
 def _leased(store: str) -> Unavailable:
@@ -152,10 +169,10 @@ def _leased(store: str) -> Unavailable:
     )
 
 
-def _prepare_sqlite(engine: AsyncEngine, begin: str) -> None:
+def _prepare_sqlite(engine: sa.Engine, begin: str) -> None:
     """Durability and transactions said explicitly: the driver's defaults begin too late and sync too little."""
 
-    @sa.event.listens_for(engine.sync_engine, "connect")
+    @sa.event.listens_for(engine, "connect")
     def on_connect(connection: Any, _record: Any) -> None:
         connection.isolation_level = None
         cursor = connection.cursor()
@@ -163,13 +180,6 @@ def _prepare_sqlite(engine: AsyncEngine, begin: str) -> None:
         cursor.execute("PRAGMA synchronous=FULL")
         cursor.close()
 
-    @sa.event.listens_for(engine.sync_engine, "begin")
+    @sa.event.listens_for(engine, "begin")
     def on_begin(connection: sa.Connection) -> None:
         connection.exec_driver_sql(begin)
-
-
-def _upgrade(connection: sa.Connection) -> None:
-    config = Config()
-    config.set_main_option("script_location", "iop.store:migrations")
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")

@@ -15,8 +15,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from iop.admin.audit import chain
 from iop.admin.desired import (
@@ -45,6 +43,7 @@ from iop.admin.results import AdminOperationEvent, EventBody, ParticipantStatus,
 from iop.core.errors import AlreadyExists, LocalProtocolError, NotFound, Unavailable
 from iop.core.ids import OperationId, ParticipantId
 from iop.store import schema as t
+from iop.store.connections import Connection
 from iop.store.database import Database
 from iop.store.serial import dumps, loads
 
@@ -108,15 +107,16 @@ class SqlJournal:
         await self._database.take_lock()
         async with _translated():
             await self._database.migrate()
-            await self._database.warm_up()
-            async with self._database.writer.begin() as connection:
-                row = (await connection.execute(sa.select(t.meta.c.token).with_for_update())).one()
+            async with self._database.writer.connect() as connection:
+                row = await connection.one(sa.select(t.meta.c.token).with_for_update())
                 token = int(row.token) + 1
                 await connection.execute(
                     sa.update(t.meta).values(token=token, owner=owner, version=t.meta.c.version + 1)
                 )
-                row = (await connection.execute(sa.select(t.meta))).one()
-                self._cached = await self._read_state(connection, row)
+                row = await connection.one(sa.select(t.meta))
+                cached = await self._read_state(connection, row)
+                await connection.commit()
+        self._cached = cached
         self._token = token
         logger.info("store.acquired token=%d", token)
         return token
@@ -146,14 +146,14 @@ class SqlJournal:
             self._idle.set()
 
     @contextlib.asynccontextmanager
-    async def _reading(self) -> AsyncIterator[AsyncConnection]:
-        async with self._using(), self._database.reader.begin() as connection:
+    async def _reading(self) -> AsyncIterator[Connection]:
+        async with self._using(), self._database.reader.connect() as connection:
             yield connection
 
     async def check_writable(self) -> None:
         """Write the row of counters as it is, and take it back."""
 
-        async def probe(connection: AsyncConnection, _cached: _Cached) -> None:
+        async def probe(connection: Connection, _cached: _Cached) -> None:
             await connection.execute(sa.update(t.meta).values(owner=t.meta.c.owner))
             raise _RollBackError
 
@@ -162,10 +162,10 @@ class SqlJournal:
 
     # --- the one way to write -----------------------------------------------------------------------------------------
 
-    async def _write(self, body: Callable[[AsyncConnection, _Cached], Any]) -> Any:
+    async def _write(self, body: Callable[[Connection, _Cached], Any]) -> Any:
         """Run `body` in a writing transaction with the current state."""
         async with self._writing, self._using(), self._database.writer.connect() as connection:
-            row = (await connection.execute(sa.select(t.meta).with_for_update())).one()
+            row = await connection.one(sa.select(t.meta).with_for_update())
             if self._token == 0 or row.token != self._token:
                 raise Unavailable("another process took the store over", reason="LEASE_LOST")
             cached = self._cached
@@ -181,28 +181,28 @@ class SqlJournal:
             self._cached = after
             return result
 
-    async def _read_state(self, connection: AsyncConnection, row: Any) -> _Cached:
+    async def _read_state(self, connection: Connection, row: Any) -> _Cached:
         desired = Desired(
             revision=row.revision,
             last_epoch=row.last_epoch,
             last_ordinal=row.last_ordinal,
             **await _read_items(connection),
         )
-        found = await connection.execute(
+        found = await connection.all(
             sa.select(t.operations.c.spec, t.operations.c.moves).where(t.operations.c.state.not_in(_FINISHED))
         )
         running: dict[OperationId, OperationRecord] = {}
-        for spec_text, moves_text in found:
-            spec = loads(spec_text, OperationSpec)
+        for each in found:
+            spec = loads(each.spec, OperationSpec)
             statuses = await _read_statuses(connection, spec.operation_id)
             running[spec.operation_id] = OperationRecord(
-                spec=spec, moves=loads(moves_text, OperationMoves), statuses=statuses
+                spec=spec, moves=loads(each.moves, OperationMoves), statuses=statuses
             )
         return _Cached(version=row.version, desired=desired, running=running)
 
     async def _bump(
         self,
-        connection: AsyncConnection,
+        connection: Connection,
         cached: _Cached,
         desired: Desired | None,
         changed: Mapping[OperationId, OperationRecord],
@@ -230,7 +230,7 @@ class SqlJournal:
         if cached is not None and self._token:
             return cached.snapshot()
         async with self._reading() as connection:
-            row = (await connection.execute(sa.select(t.meta))).one()
+            row = await connection.one(sa.select(t.meta))
             return (await self._read_state(connection, row)).snapshot()
 
     async def find_key(self, claim: KeyClaim) -> Replay | None:
@@ -241,9 +241,7 @@ class SqlJournal:
     async def accept(self, claim: KeyClaim, decide: Decide) -> OperationRecord | Replay:
         """Accept or replay in one transaction."""
 
-        async def body(
-            connection: AsyncConnection, cached: _Cached
-        ) -> tuple[OperationRecord | Replay, _Cached]:
+        async def body(connection: Connection, cached: _Cached) -> tuple[OperationRecord | Replay, _Cached]:
             replay = await _find_key(connection, claim)
             if replay is not None:
                 return replay, cached
@@ -278,7 +276,7 @@ class SqlJournal:
     async def advance(self, operation_id: OperationId, move: Move) -> OperationRecord:
         """Move one operation on in one transaction."""
 
-        async def body(connection: AsyncConnection, cached: _Cached) -> tuple[OperationRecord, _Cached]:
+        async def body(connection: Connection, cached: _Cached) -> tuple[OperationRecord, _Cached]:
             record = cached.running.get(operation_id)
             if record is None:
                 record = await _read_record(connection, operation_id)
@@ -295,7 +293,7 @@ class SqlJournal:
         return moved
 
     async def _apply(
-        self, connection: AsyncConnection, record: OperationRecord, advance: Advance
+        self, connection: Connection, record: OperationRecord, advance: Advance
     ) -> OperationRecord:
         operation_id = record.operation_id
         if advance.events and record.moves.state.is_terminal:
@@ -315,8 +313,7 @@ class SqlJournal:
                 ended_at_unix_nanos=moves.ended_at_unix_nanos,
             )
         )
-        await _upsert(
-            connection,
+        await connection.upsert(
             t.statuses,
             [
                 {
@@ -327,8 +324,7 @@ class SqlJournal:
                 for s in advance.statuses
             ],
         )
-        await _upsert(
-            connection,
+        await connection.upsert(
             t.steps,
             [
                 {
@@ -345,7 +341,7 @@ class SqlJournal:
 
     async def _insert_events(
         self,
-        connection: AsyncConnection,
+        connection: Connection,
         operation_id: OperationId,
         first: int,
         bodies: Sequence[EventBody],
@@ -371,7 +367,7 @@ class SqlJournal:
     async def amend(self, change: Amend) -> Desired:
         """Change the desired state."""
 
-        async def body(connection: AsyncConnection, cached: _Cached) -> tuple[Desired, _Cached]:
+        async def body(connection: Connection, cached: _Cached) -> tuple[Desired, _Cached]:
             desired = change(cached.snapshot())
             if desired is None:
                 return cached.desired, cached
@@ -398,7 +394,7 @@ class SqlJournal:
             .limit(limit)
         )
         async with self._reading() as connection:
-            rows = (await connection.execute(query)).all()
+            rows = await connection.all(query)
         return tuple(
             AdminOperationEvent(
                 operation_id=row.operation_id,
@@ -417,7 +413,7 @@ class SqlJournal:
             .order_by(t.steps.c.step, t.steps.c.group_id)
         )
         async with self._reading() as connection:
-            return tuple(loads(text, StepRecord) for (text,) in await connection.execute(query))
+            return tuple(loads(text, StepRecord) for (text,) in await connection.all(query))
 
     async def list_operations(
         self,
@@ -436,13 +432,13 @@ class SqlJournal:
         if states:
             query = query.where(t.operations.c.state.in_([s.value for s in states]))
         async with self._reading() as connection:
-            rows = (await connection.execute(query.limit(limit))).all()
+            rows = await connection.all(query.limit(limit))
             records = []
-            for spec_text, moves_text in rows:
-                spec = loads(spec_text, OperationSpec)
+            for row in rows:
+                spec = loads(row.spec, OperationSpec)
                 statuses = await _read_statuses(connection, spec.operation_id)
                 records.append(
-                    OperationRecord(spec=spec, moves=loads(moves_text, OperationMoves), statuses=statuses)
+                    OperationRecord(spec=spec, moves=loads(row.moves, OperationMoves), statuses=statuses)
                 )
             return tuple(records)
 
@@ -451,8 +447,8 @@ class SqlJournal:
     async def put_blob(self, digest: bytes, content: bytes) -> None:
         """Keep content under its digest."""
 
-        async def body(connection: AsyncConnection, _cached: _Cached) -> None:
-            await _upsert(connection, t.blobs, [{"digest": digest, "content": content}])
+        async def body(connection: Connection, _cached: _Cached) -> None:
+            await connection.upsert(t.blobs, [{"digest": digest, "content": content}])
 
         await self._write(body)
 
@@ -469,14 +465,14 @@ class SqlJournal:
             t.operations.c.ended_at_unix_nanos < ended_before_unix_nanos
         )
 
-        async def body(connection: AsyncConnection, cached: _Cached) -> tuple[int, _Cached]:
+        async def body(connection: Connection, cached: _Cached) -> tuple[int, _Cached]:
             for table in (t.events, t.statuses, t.steps):
                 await connection.execute(sa.delete(table).where(table.c.operation_id.in_(old)))
             deleted = await connection.execute(
                 sa.delete(t.operations).where(t.operations.c.ended_at_unix_nanos < ended_before_unix_nanos)
             )
             await connection.execute(sa.delete(t.blobs).where(t.blobs.c.digest.not_in(keep_blobs)))
-            return deleted.rowcount, cached
+            return deleted, cached
 
         count: int = await self._write(body)
         return count
@@ -484,9 +480,9 @@ class SqlJournal:
     async def append_audit(self, entry: AuditEntry) -> AuditRow:
         """Append to the chain (AD-106)."""
 
-        async def body(connection: AsyncConnection, cached: _Cached) -> tuple[AuditRow, _Cached]:
+        async def body(connection: Connection, cached: _Cached) -> tuple[AuditRow, _Cached]:
             query = sa.select(t.audit).order_by(t.audit.c.index.desc()).limit(1)
-            last = (await connection.execute(query)).first()
+            last = await connection.first(query)
             row = chain(None if last is None else _audit_row(last), entry)
             await connection.execute(
                 sa.insert(t.audit).values(
@@ -505,7 +501,7 @@ class SqlJournal:
         """Audit rows in order."""
         query = sa.select(t.audit).where(t.audit.c.index > after_index).order_by(t.audit.c.index).limit(limit)
         async with self._reading() as connection:
-            return tuple(_audit_row(row) for row in await connection.execute(query))
+            return tuple(_audit_row(row) for row in await connection.all(query))
 
 
 class _RollBackError(Exception):
@@ -522,11 +518,11 @@ async def _translated() -> AsyncIterator[None]:
         raise Unavailable("the store cannot be used", reason="STORE_UNAVAILABLE") from exc
 
 
-async def _find_key(connection: AsyncConnection, claim: KeyClaim) -> Replay | None:
+async def _find_key(connection: Connection, claim: KeyClaim) -> Replay | None:
     query = sa.select(t.operations.c.operation_id, t.operations.c.request_sha256).where(
         t.operations.c.principal == claim.principal, t.operations.c.idempotency_key == claim.key
     )
-    row = (await connection.execute(query)).first()
+    row = await connection.first(query)
     if row is None:
         return None
     if bytes(row.request_sha256) != claim.request_sha256:
@@ -538,11 +534,11 @@ async def _find_key(connection: AsyncConnection, claim: KeyClaim) -> Replay | No
     return Replay(operation_id=OperationId(row.operation_id))
 
 
-async def _read_record(connection: AsyncConnection, operation_id: str) -> OperationRecord | None:
+async def _read_record(connection: Connection, operation_id: str) -> OperationRecord | None:
     query = sa.select(t.operations.c.spec, t.operations.c.moves).where(
         t.operations.c.operation_id == operation_id
     )
-    row = (await connection.execute(query)).first()
+    row = await connection.first(query)
     if row is None:
         return None
     return OperationRecord(
@@ -553,22 +549,22 @@ async def _read_record(connection: AsyncConnection, operation_id: str) -> Operat
 
 
 async def _read_statuses(
-    connection: AsyncConnection, operation_id: str
+    connection: Connection, operation_id: str
 ) -> Mapping[ParticipantId, ParticipantStatus]:
     query = sa.select(t.statuses.c.body).where(t.statuses.c.operation_id == operation_id)
-    found = [loads(text, ParticipantStatus) for (text,) in await connection.execute(query)]
+    found = [loads(text, ParticipantStatus) for (text,) in await connection.all(query)]
     return {s.participant_id: s for s in found}
 
 
-async def _read_items(connection: AsyncConnection) -> dict[str, Any]:
+async def _read_items(connection: Connection) -> dict[str, Any]:
     items: dict[str, dict[Any, Any]] = {field: {} for field, _, _ in _ITEMS.values()}
-    for row in await connection.execute(sa.select(t.desired_items)):
+    for row in await connection.all(sa.select(t.desired_items)):
         field, record_type, read_key = _ITEMS[row.kind]
         items[field][read_key(row.key)] = loads(row.body, record_type)
     return items
 
 
-async def _write_items(connection: AsyncConnection, before: Desired, after: Desired) -> None:
+async def _write_items(connection: Connection, before: Desired, after: Desired) -> None:
     """Only what differs; identity of records is enough to see that one did not change."""
     for kind, (field, record_type, _) in _ITEMS.items():
         old, new = getattr(before, field), getattr(after, field)
@@ -581,8 +577,7 @@ async def _write_items(connection: AsyncConnection, before: Desired, after: Desi
                     t.desired_items.c.kind == kind, t.desired_items.c.key.in_(gone)
                 )
             )
-        await _upsert(
-            connection,
+        await connection.upsert(
             t.desired_items,
             [
                 {"kind": kind, "key": str(key), "body": dumps(record, record_type)}
@@ -590,17 +585,6 @@ async def _write_items(connection: AsyncConnection, before: Desired, after: Desi
                 if old.get(key) is not record
             ],
         )
-
-
-async def _upsert(connection: AsyncConnection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Insert, or replace what has the same primary key."""
-    if not rows:
-        return
-    is_sqlite = connection.dialect.name == "sqlite"
-    statement: Any = sqlite.insert(table) if is_sqlite else postgresql.insert(table)
-    keys = [c.name for c in table.primary_key]
-    values = {c.name: statement.excluded[c.name] for c in table.columns if c.name not in keys}
-    await connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=values), list(rows))
 
 
 def _audit_row(row: Any) -> AuditRow:

