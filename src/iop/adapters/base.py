@@ -21,7 +21,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
-from typing import Protocol
+from typing import Final, Protocol
 
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ParticipantInfo
@@ -128,6 +128,10 @@ class AdapterServices:
 # ---- what an adapter tells ----
 
 
+MODEL_CAPABILITY: Final = "openengine_model:"
+"""Prefix of the capability that carries, in base64, what an OpenEngine server says of one target (SF-22)."""
+
+
 @unique
 class Category(Enum):
     """What kind of resource a provider is (EN-90)."""
@@ -183,6 +187,7 @@ class AdapterSnapshot:
         weight_version: the engine's published label; empty when it tells none.
         engine_in_flight: requests at the engine by its own count; `None` when it tells none.
         engine_queued: waiting inside the engine; `None` when it tells none.
+        model_infos: by target, an OpenEngine server's own serialised ``ModelInfo``.
     """
 
     health: Health
@@ -192,6 +197,7 @@ class AdapterSnapshot:
     engine_version: str = ""
     engine_in_flight: int | None = None
     engine_queued: int | None = None
+    model_infos: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Adapter(Protocol):

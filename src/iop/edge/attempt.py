@@ -26,12 +26,19 @@ from iop.wire.messages import (
     Usage,
 )
 
+WEIGHT_VERSION_FIELD = b"x-iop-weight-version"
+"""What another Edge says of the weights behind it (SF-24)."""
+
 
 class AttemptOwner(Protocol):
     """The request that an attempt belongs to."""
 
     def attempt_started(self, attempt: Attempt) -> None:
         """The first part of an answer is about to reach the sink."""
+        ...
+
+    def version_told(self, version: str) -> None:
+        """The provider itself says which weights answer (AD-33)."""
         ...
 
     def attempt_observed(self, usage: Usage) -> None:
@@ -132,6 +139,9 @@ class Attempt:
             return
         self.is_started = True
         self.status = status
+        for name, value in headers:
+            if name.lower() == WEIGHT_VERSION_FIELD:
+                self._owner.version_told(value.decode("utf-8", "replace"))
         self._owner.attempt_started(self)
         self._tunnel_sink.on_response_start(status=status, headers=headers, framing=framing)
 
@@ -170,6 +180,8 @@ class Attempt:
         if self.is_draining:
             self._drop_text(event)
             return
+        if event.type is RunEventType.START and "weight_version" in event.metadata:
+            self._owner.version_told(event.metadata["weight_version"])
         if not self.is_started and event.type is not RunEventType.START:
             self.is_started = True
             self._owner.attempt_started(self)

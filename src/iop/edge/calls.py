@@ -118,6 +118,7 @@ class DispatchRequest:
         preferred_provider: opaque provider name (as in ``x-iop-provider``) that the caller would like: a hint (EN-04).
         caller: name of the API key, for ``iop explain``; empty when the API is open.
         traceparent, tracestate: the caller's trace context, as it said it (SF-13); read only where spans are recorded.
+        via: names of the Edges that it came through, with commas; empty: it came from a client (SF-24).
     """
 
     request_id: RequestId
@@ -130,6 +131,7 @@ class DispatchRequest:
     caller: str = ""
     traceparent: str = ""
     tracestate: str = ""
+    via: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

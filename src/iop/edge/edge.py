@@ -43,6 +43,7 @@ class Edge:
         codec: the wire form of admin records.
         new_run_id: makes a fresh id per dispatch attempt (EN-118).
         tracer: records spans of each request; None: none are (SF-13).
+        instance: this process's name among chained Edges (SF-24).
 
     Attributes:
         nodes: the ``EdgeHandler`` for the listener.
@@ -60,6 +61,7 @@ class Edge:
         codec: StepCodec,
         new_run_id: Callable[[], RunId],
         tracer: Tracer | None = None,
+        instance: str = "",
     ) -> None:
         now = asyncio.get_running_loop().time
         labels: dict[ProviderKey, str] = {}
@@ -80,6 +82,7 @@ class Edge:
             new_run_id=new_run_id,
             weight_version=lambda key: labels.get(key, UNKNOWN_VERSION),
             tracer=tracer,
+            instance=instance,
         )
         self.artifacts = Artifacts(self.nodes.connection_of, new_run_id)
         self.participants = Participants(

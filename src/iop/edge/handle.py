@@ -13,6 +13,7 @@ from iop.core.ids import RunId
 from iop.edge.attempt import Attempt
 from iop.edge.calls import Call, DispatchRequest, Outcome, PrepareCall, ProviderKey, ServedTarget
 from iop.edge.outcomes import (
+    UNKNOWN_VERSION,
     AttemptRecord,
     OutcomeBook,
     RequestRecord,
@@ -39,6 +40,9 @@ class Phase(Enum):
 
 
 log = logging.getLogger(__name__)
+
+VERSION_CHARS_MAX: Final = 128
+"""Longest weight version that a provider may say; it goes into headers and records."""
 
 _ORDINARY: Final = frozenset({Outcome.COMPLETE, Outcome.CLIENT_CANCELLED, Outcome.REJECTED})
 
@@ -128,6 +132,7 @@ class DispatchHandle:
         "_shell",
         "_timer",
         "_tried",
+        "_version_told",
         "_waiter",
         "attempt",
         "attempts",
@@ -161,6 +166,7 @@ class DispatchHandle:
         self._frozen_at: float | None = None
         self._frozen_s = 0.0
         self._is_truncated = False
+        self._version_told = ""
         self.trace: RequestTrace | None = None
         """Its spans, where they are recorded."""
         self.attempts = 0
@@ -203,7 +209,8 @@ class DispatchHandle:
         """Of the provider as known now; ``unknown`` where it is. At the end it tells whether the answer went on under
         other weights than :attr:`version_begun` (AD-33).
         """
-        return self._shell.weight_version(self._current().lease.key)
+        known = self._shell.weight_version(self._current().lease.key)
+        return self._version_told if known == UNKNOWN_VERSION and self._version_told else known
 
     @property
     def outcome(self) -> Outcome | None:
@@ -240,11 +247,17 @@ class DispatchHandle:
 
     def attempt_started(self, attempt: Attempt) -> None:
         """The first part of an answer is here: the first-byte limit is met, the total one goes on."""
-        self.record.version_first = self._shell.weight_version(attempt.lease.key)
+        self.record.version_first = self.weight_version
         if self.trace is not None:
             self.trace.answers(attempt.status)
         if self._frozen_at is None and self._limit_at(attempt) < self._armed_at:
             self._arm(attempt)  # else the timer finds out when it fires: most answers end before it does
+
+    def version_told(self, version: str) -> None:
+        """The provider's own word, for where nothing better is known: it may be another Edge (SF-24, AD-33)."""
+        self._version_told = "".join(filter(str.isprintable, version[:VERSION_CHARS_MAX]))
+        if self.version_begun == UNKNOWN_VERSION:
+            self.version_begun = self._version_told
 
     def attempt_observed(self, usage: Usage) -> None:
         """The Node reported usage."""
@@ -308,6 +321,7 @@ class DispatchHandle:
         self.phase = Phase.RUNNING
         self._frozen_at, self._frozen_s = None, 0.0
         self.record.attempts.append(AttemptRecord(run_id=lease.run_id, provider=lease.key, started_at=now))
+        self._version_told = ""
         self.version_begun = shell.weight_version(lease.key)
         if self.attempts == 1:
             self.record.version_admission = self.version_begun
@@ -444,7 +458,7 @@ class DispatchHandle:
         self._disarm()
         self._frozen_at = None
         if self.attempt is not None:
-            self.record.version_last = self._shell.weight_version(self.attempt.lease.key)
+            self.record.version_last = self.weight_version
         if self._shell.outcomes.settle(self.record, outcome, reason=reason, now=self._shell.now()):
             self._log(outcome, reason)
             if self.trace is not None:

@@ -7,10 +7,11 @@ see (EN-04).
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from iop.adapters.base import AdapterCapabilities, Health
+from iop.adapters.base import MODEL_CAPABILITY, AdapterCapabilities, AdapterSnapshot, Health
 from iop.node.providers import Provider, ProviderSet, provider_name
 from iop.node.step_runner import StepCodec, StepRunner
 from iop.node.work import NodeWork
@@ -182,11 +183,11 @@ def _snapshot(provider: Provider, *, is_stopping: bool) -> ProviderSnapshot:
         weight_version=now_is.weight_version,
         reason=provider.failure or now_is.reason,
         models=now_is.models,
-        capabilities=_capability_map(capabilities, now_is.engine_version),
+        capabilities=_capability_map(capabilities, now_is),
     )
 
 
-def _capability_map(capabilities: AdapterCapabilities, engine_version: str) -> dict[str, str]:
+def _capability_map(capabilities: AdapterCapabilities, now_is: AdapterSnapshot) -> dict[str, str]:
     told = {
         "tunnels": _yes(capabilities.tunnels),
         "runs": _yes(capabilities.runs),
@@ -196,8 +197,10 @@ def _capability_map(capabilities: AdapterCapabilities, engine_version: str) -> d
     }
     if capabilities.admin_refusal:
         told["admin_refusal"] = capabilities.admin_refusal
-    if engine_version:
-        told["engine_version"] = engine_version
+    if now_is.engine_version:
+        told["engine_version"] = now_is.engine_version
+    for target, info in now_is.model_infos.items():
+        told[MODEL_CAPABILITY + target] = base64.b64encode(info).decode("ascii")
     return told
 
 

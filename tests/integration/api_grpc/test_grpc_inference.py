@@ -73,6 +73,10 @@ class ScriptedStream:
     def weight_version(self) -> str:
         return self._versions[0] if self._events else self._versions[-1]
 
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("x-iop-queue-ms", "0"),)
+
     def __aiter__(self) -> Self:
         return self
 
@@ -127,7 +131,14 @@ class ScriptedPort:
         ranks = (ports.RankLoad(data_parallel_rank=0, running_requests=0),) if include_per_rank else ()
         return ports.LoadInfo(instance_id="i", running_requests=0, ranks=ranks)
 
-    async def health(self, *, model: str, role: EngineRole | None, include_probe: bool) -> ports.HealthReport:
+    async def health(
+        self,
+        *,
+        model: str,
+        role: EngineRole | None,
+        include_probe: bool,
+        may_use: ports.MayUse = ports.any_model,
+    ) -> ports.HealthReport:
         self.model_info(model)
         name = f"{role} {include_probe}"
         part = ports.HealthPart(name=name, state=ports.HealthState.DRAINING, message="m")

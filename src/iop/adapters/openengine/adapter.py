@@ -42,6 +42,24 @@ _log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S: Final = 5.0
 """Each question of a probe is answered from memory."""
 
+TARGETS_MAX: Final = 16
+"""Most models that one probe asks about; each costs two small calls."""
+
+INFO_BYTES_MAX: Final = 16 * 1024
+"""Largest ModelInfo that is passed on to the Edge; real ones have some hundred bytes."""
+
+_NO_SUCH_MODEL: Final = frozenset(
+    {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED}
+)
+
+_WORST_FIRST: Final = (
+    Health.NOT_READY,
+    Health.DRAINING,
+    Health.UNKNOWN,
+    Health.DEGRADED,
+    Health.READY,
+)
+
 _HEALTH: Final = {
     lifecycle_pb2.HEALTH_STATE_READY: Health.READY,
     lifecycle_pb2.HEALTH_STATE_DEGRADED: Health.DEGRADED,
@@ -83,7 +101,8 @@ class OpenEngineAdapter:
         self._engine_version = ""
         self._in_flight: int | None = None
         self._queued: int | None = None
-        self._formats: frozenset[str] = frozenset()
+        self._infos: dict[str, model_pb2.ModelInfo] = {}
+        self._seen_version = ""
 
     @property
     def capabilities(self) -> AdapterCapabilities:
@@ -104,10 +123,13 @@ class OpenEngineAdapter:
             health=self._health,
             reason=self._reason,
             models=self._models,
-            weight_version=self._control.weight_version() if self._control is not None else "",
+            weight_version=(
+                self._control.weight_version() if self._control is not None else self._seen_version
+            ),
             engine_version=self._engine_version,
             engine_in_flight=self._in_flight,
             engine_queued=self._queued,
+            model_infos={target: info.SerializeToString() for target, info in self._infos.items()},
         )
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -151,8 +173,18 @@ class OpenEngineAdapter:
             )
             stream.emit(RunEvent(type=RunEventType.ERROR, error=error))
             return
-        run = GenerateRun(stream, self._channel, api_key=self._settings.api_key, formats=self._formats)
+        info = self._infos.get(stream.request.target) or self._infos.get("") or model_pb2.ModelInfo()
+        run = GenerateRun(
+            stream,
+            self._channel,
+            api_key=self._settings.api_key,
+            formats=frozenset(info.tokenizer_modes),
+            takes_priority=info.generation.supports_priority,
+        )
         await run.drive()
+        if run.weight_version and run.weight_version != self._seen_version:
+            self._seen_version = run.weight_version
+            self._services.on_change()
         if run.reached_engine is False:
             self._observe(Health.OFFLINE, "the engine cannot be reached")
         elif run.reached_engine and self._health is Health.OFFLINE:
@@ -196,34 +228,57 @@ class OpenEngineAdapter:
             info = await stub.GetServerInfo(
                 server_pb2.GetServerInfoRequest(), metadata=metadata, timeout=PROBE_TIMEOUT_S
             )
-            health = await stub.Health(
-                lifecycle_pb2.HealthRequest(), metadata=metadata, timeout=PROBE_TIMEOUT_S
-            )
             load = await stub.GetLoad(server_pb2.GetLoadRequest(), metadata=metadata, timeout=PROBE_TIMEOUT_S)
-            self._formats = await self._read_formats(stub, metadata)
+            infos = {target: await self._ask_model(stub, metadata, target) for target in self._targets}
+            healths = [await self._ask_health(stub, metadata, target) for target in self._targets]
         except grpc.aio.AioRpcError as exc:
             raise error_of(exc) from exc
         self._models = tuple(name[:256] for name in info.supported_models[:1024])
         self._engine_version = f"{info.engine_name} {info.engine_version}"[:128].strip()
         self._in_flight = load.running_requests if load.HasField("running_requests") else None
         self._queued = load.queued_requests if load.HasField("queued_requests") else None
-        words = next((check.message for check in health.checks if check.message), "")
-        self._observe(_HEALTH.get(health.state, Health.UNKNOWN), words[:256])
+        known = {target: told for target, told in infos.items() if told is not None}
+        if known != self._infos:
+            self._infos = known
+            self._services.on_change()
+        self._observe(*_together(healths))
+
+    @property
+    def _targets(self) -> tuple[str, ...]:
+        """The models that are asked of; for none in particular the engine's only one."""
+        return self._config.targets[:TARGETS_MAX] or ("",)
 
     @staticmethod
-    async def _read_formats(stub: Any, metadata: tuple[tuple[str, str], ...]) -> frozenset[str]:
-        """Prompt formats that the engine renders itself; an engine with several models tells them per
-        model.
-        """
+    async def _ask_model(
+        stub: Any, metadata: tuple[tuple[str, str], ...], target: str
+    ) -> model_pb2.ModelInfo | None:
+        """What the engine says of a model; None where it says nothing, or too much to be passed on."""
         try:
-            model = await stub.GetModelInfo(
-                model_pb2.GetModelInfoRequest(), metadata=metadata, timeout=PROBE_TIMEOUT_S
+            info: model_pb2.ModelInfo = await stub.GetModelInfo(
+                model_pb2.GetModelInfoRequest(model=target), metadata=metadata, timeout=PROBE_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as exc:
-            if exc.code() in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT}:
-                return frozenset()
+            if exc.code() in _NO_SUCH_MODEL:
+                return None
             raise
-        return frozenset(model.tokenizer_modes)
+        info.ClearField("extra")
+        return info if info.ByteSize() <= INFO_BYTES_MAX else None
+
+    @staticmethod
+    async def _ask_health(
+        stub: Any, metadata: tuple[tuple[str, str], ...], target: str
+    ) -> tuple[Health, str]:
+        """How the engine is for a model, in our words."""
+        try:
+            told = await stub.Health(
+                lifecycle_pb2.HealthRequest(model=target), metadata=metadata, timeout=PROBE_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as exc:
+            if target and exc.code() in _NO_SUCH_MODEL:
+                return Health.NOT_READY, f"the engine serves no model {target[:64]!r}"
+            raise
+        words = next((check.message for check in told.checks if check.message), "")
+        return _HEALTH.get(told.state, Health.UNKNOWN), words[:256]
 
     def _observe(self, health: Health, reason: str) -> None:
         if (health, reason) == (self._health, self._reason):
@@ -238,3 +293,12 @@ class OpenEngineAdapter:
         self._health = health
         self._reason = reason
         self._services.on_change()
+
+
+def _together(each: Sequence[tuple[Health, str]]) -> tuple[Health, str]:
+    """One health for all models: the worst, or degraded where some are well and some are not."""
+    worst = min(each, key=lambda told: _WORST_FIRST.index(told[0]))
+    is_some_well = any(health in {Health.READY, Health.DEGRADED} for health, _ in each)
+    if is_some_well and worst[0] is not Health.READY:
+        return Health.DEGRADED, worst[1]
+    return worst

@@ -2,9 +2,10 @@
 
 OpenEngine generates from a prompt, not from messages. An engine that can render its own chat template says
 so in ``ModelInfo.tokenizer_modes`` with ``chat_messages``; the messages then travel as JSON in ``prompt`` and
-``extra["prompt_format"]`` says how to read them. For any other engine the conversation is
-written out as plain text with one role name per turn, which base models and most tuned ones understand well
-enough.
+``extra["prompt_format"]`` says how to read them. A server that takes whole chats, as another Edge does, says
+``openai_chat``: then everything of the body that the schema has no field for travels as it is, tools included. For any
+other engine the conversation is written out as plain text with one role name per turn, which base models and most tuned
+ones understand well enough.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import msgspec
+from google.protobuf.message import DecodeError
 
 from iop.adapters.chat_input import read_body, read_messages, read_parts, read_stops, read_text, read_tools
 from iop.core.errors import InvalidRequest
@@ -21,6 +23,9 @@ from iop.wire.messages import RunRequest
 
 CHAT_FORMAT: Final = "chat_messages"
 """The name of the prompt format that an engine renders itself."""
+
+OPENAI_FORMAT: Final = "openai_chat"
+"""The name of the prompt format that is the body of a chat."""
 
 SEQUENCES_MAX: Final = 128
 """Most outputs of one run: each costs an entry until the end."""
@@ -33,6 +38,28 @@ _SAMPLING_FLOATS: Final = (
     "presence_penalty",
     "repetition_penalty",
 )
+
+_SPOKEN: Final = frozenset(
+    {
+        *_SAMPLING_FLOATS,
+        "top_k",
+        "seed",
+        "n",
+        "model",
+        "stream",
+        "stream_options",
+        "stop",
+        "stop_token_ids",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "ignore_eos",
+    }
+)
+"""Fields of a body that the schema has its own words for, or that are the transport's."""
+
+_NO_WORDS: Final = ("logit_bias", "echo", "suffix", "functions", "function_call", "modalities", "audio")
+"""Fields that change the answer and that a prompt alone cannot say."""
 
 
 def generate_request(run: RunRequest, *, formats: frozenset[str]) -> pb.GenerateRequest:
@@ -50,15 +77,43 @@ def generate_request(run: RunRequest, *, formats: frozenset[str]) -> pb.Generate
     if body is None:
         request.prompt = read_text(run.input)
         return request
-    _fill_prompt(request, body, formats)
-    _fill_sampling(request, body)
-    _fill_stopping(request, body)
-    _fill_guide(request, body)
     if body.get("logprobs"):
         raise InvalidRequest("logprobs: not carried by normalised runs", reason="UNSUPPORTED_FIELD")
-    if read_tools(body):
-        raise InvalidRequest("tools: this engine takes no tools", reason="UNSUPPORTED_FIELD")
+    if "messages" in body and OPENAI_FORMAT in formats:
+        read_messages(body)
+        _fill_chat(request, body)
+    else:
+        if read_tools(body):
+            raise InvalidRequest("tools: this engine takes no tools", reason="UNSUPPORTED_FIELD")
+        for name in _NO_WORDS:
+            if body.get(name):
+                raise InvalidRequest(f"{name}: this engine cannot be told", reason="UNSUPPORTED_FIELD")
+        _fill_prompt(request, body, formats)
+        _fill_guide(request, body)
+    _fill_sampling(request, body)
+    _fill_stopping(request, body)
     return request
+
+
+def passed_request(run: RunRequest) -> pb.GenerateRequest:
+    """The request of a run that speaks OpenEngine from end to end, for this engine's model.
+
+    Raises:
+        InvalidRequest: the input is no such message.
+    """
+    try:
+        request = pb.GenerateRequest.FromString(run.input)
+    except DecodeError as exc:
+        raise InvalidRequest("input: not an OpenEngine request", reason="BAD_INPUT") from exc
+    request.request_id, request.model = run.run_id, run.target
+    return request
+
+
+def _fill_chat(request: pb.GenerateRequest, body: Mapping[str, Any]) -> None:
+    """The chat as it is, less what the schema's own fields say."""
+    chat = {name: value for name, value in body.items() if name not in _SPOKEN}
+    request.prompt = msgspec.json.encode(chat).decode()
+    request.extra.update({"prompt_format": OPENAI_FORMAT})
 
 
 def _fill_prompt(request: pb.GenerateRequest, body: Mapping[str, Any], formats: frozenset[str]) -> None:
@@ -119,6 +174,11 @@ def _fill_stopping(request: pb.GenerateRequest, body: Mapping[str, Any]) -> None
         stopping.ignore_eos = body["ignore_eos"]
     for text in read_stops(body):
         stopping.conditions.add(stop_text=text)
+    token_ids = body.get("stop_token_ids") or []
+    if not isinstance(token_ids, list) or not all(_is_token(each) for each in token_ids):
+        raise InvalidRequest("stop_token_ids: must be a list of token ids", reason="BAD_INPUT")
+    for token_id in token_ids:
+        stopping.conditions.add(stop_token_id=token_id)
 
 
 def _fill_guide(request: pb.GenerateRequest, body: Mapping[str, Any]) -> None:

@@ -1,8 +1,14 @@
-"""One normalised run over one Generate call (EN-40, EN-56, EN-102)."""
+"""One normalised run over one Generate call (EN-40, EN-56, EN-102).
+
+A run whose metadata says so speaks OpenEngine from end to end: its input is the request, and its deltas are the
+engine's messages (`iop.wire.run_metadata`). Any other is worded from its body, and its deltas are text.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import logging
 from typing import Any, Final
 
@@ -10,24 +16,27 @@ import grpc
 
 from iop.adapters.base import RunStream
 from iop.adapters.openengine.channel import END_OF_CALL, bearer, connect, error_of
-from iop.adapters.openengine.prompt import generate_request
+from iop.adapters.openengine.prompt import generate_request, passed_request
 from iop.core.errors import (
     Cancelled,
     DeadlineExceeded,
+    Draining,
     InvalidRequest,
     IopError,
     NotFound,
     Overloaded,
+    PreconditionFailed,
     Unavailable,
     Unsupported,
 )
 from iop.pb.openengine.v1 import error_pb2, openengine_pb2_grpc
 from iop.pb.openengine.v1 import generation_pb2 as pb
+from iop.wire import run_metadata
+from iop.wire.finish_words import read_finish_words
 from iop.wire.messages import (
     CancelReason,
     RunEvent,
     RunEventType,
-    RunRequest,
     StreamError,
     StreamErrorCode,
     Usage,
@@ -36,6 +45,12 @@ from iop.wire.messages import (
 _log = logging.getLogger(__name__)
 
 WEIGHT_VERSION_KEY: Final = "openengine-weight-version"
+UNKNOWN_VERSION: Final = "unknown"
+
+_REASONS: Final = frozenset(
+    {"queue_full", "queue_timeout", "no_capacity", "paused", "loop_detected", "model_not_found"}
+)
+"""Refusals of another Edge that mean the same to this one's callers (EN-110)."""
 
 _FINISHES: Final = {
     pb.FINISH_REASON_STOP: "stop",
@@ -60,11 +75,24 @@ class GenerateRun:
         channel: to the engine's inference listener.
         api_key: the engine's credential; empty: none.
         formats: prompt formats that the engine renders itself.
+        takes_priority: whether it advertises priorities.
+
+    Attributes:
+        weight_version: what the engine said of its weights; empty until it did.
     """
 
     def __init__(
-        self, stream: RunStream, channel: grpc.aio.Channel, *, api_key: str, formats: frozenset[str]
+        self,
+        stream: RunStream,
+        channel: grpc.aio.Channel,
+        *,
+        api_key: str,
+        formats: frozenset[str],
+        takes_priority: bool = False,
     ) -> None:
+        self._is_passed = stream.request.metadata.get(run_metadata.OPENENGINE_REQUEST) == "1"
+        self._takes_priority = takes_priority
+        self.weight_version = ""
         self._stream = stream
         self._channel = channel
         self._api_key = api_key
@@ -77,6 +105,7 @@ class GenerateRun:
         self._outputs = 1
         self._writable = asyncio.Event()
         self._finishes: dict[int, str] = {}
+        self._told: dict[str, str] = {}
         self._usage: Usage | None = None
         self.reached_engine: bool | None = None
 
@@ -104,7 +133,8 @@ class GenerateRun:
         self._stream.emit(terminal)
 
     async def _generate(self) -> RunEvent:
-        request = generate_request(self._stream.request, formats=self._formats)
+        run = self._stream.request
+        request = passed_request(run) if self._is_passed else generate_request(run, formats=self._formats)
         self._outputs = max(1, request.sampling.num_sequences)
         try:
             async with self._connecting:
@@ -118,7 +148,7 @@ class GenerateRun:
             return RunEvent(type=RunEventType.CANCELLED)
         self.reached_engine = True
         stub: Any = openengine_pb2_grpc.InferenceStub(self._channel)
-        self._call = stub.Generate(request, metadata=_metadata(self._stream.request, self._api_key))
+        self._call = stub.Generate(request, metadata=self._metadata())
         while True:
             while self._stream.credit_bytes <= 0 and not self._is_cancelled:
                 # Not reading is what makes the engine's side of the call stop (EN-102).
@@ -138,16 +168,23 @@ class GenerateRun:
         self._has_started = True
         metadata = await self._call.initial_metadata()
         version = next((value for key, value in metadata or () if key == WEIGHT_VERSION_KEY), "")
-        told = {"weight_version": str(version)} if version else {}
+        self.weight_version = str(version) if version and version != UNKNOWN_VERSION else ""
+        told = {"weight_version": self.weight_version} if self.weight_version else {}
         self._stream.emit(RunEvent(type=RunEventType.START, metadata=told))
 
     def _take(self, response: pb.GenerateResponse) -> RunEvent | None:
         """Hand one message on; an event when it ends the run."""
         if response.HasField("usage"):
             self._usage = _usage(response.usage)
-        match response.WhichOneof("event"):
+            response.ClearField("usage")
+        kind = response.WhichOneof("event")
+        if self._is_passed and kind is not None:
+            response.ClearField("request_id")
+            line = base64.b64encode(response.SerializeToString()).decode("ascii") + "\n"
+            self._stream.emit(RunEvent(type=RunEventType.DELTA, delta=line))
+        match kind:
             case "token":
-                if response.token.text:
+                if response.token.text and not self._is_passed:
                     self._stream.emit(
                         RunEvent(
                             type=RunEventType.DELTA,
@@ -156,8 +193,7 @@ class GenerateRun:
                         )
                     )
             case "finished":
-                reason = _FINISHES.get(response.finished.reason, "stop")
-                self._finishes[response.finished.output_index] = reason
+                self._take_finish(response.finished)
             case "error":
                 error = response.error
                 code = _ENGINE_CODES.get(error.code, StreamErrorCode.UPSTREAM_ERROR)
@@ -165,9 +201,18 @@ class GenerateRun:
             case "prefill_ready":
                 return _failed(StreamErrorCode.UPSTREAM_ERROR, "the engine only prefills")
             case _:
-                # Prompt scores, or something that only a newer engine says: nothing of it belongs to a run.
+                # Prompt scores, or something that only a newer engine says: nothing of it belongs to a run's text.
                 pass
         return None
+
+    def _take_finish(self, finished: pb.GenerationFinished) -> None:
+        """Why an output ended; tool calls, where the engine tells of any, are restored at the end (EN-65, EN-66)."""
+        words = read_finish_words(finished.message)
+        self._finishes[finished.output_index] = words.reason or _FINISHES.get(finished.reason, "stop")
+        if words.tool_calls and finished.output_index == 0:
+            self._told["openai_tool_calls"] = json.dumps(words.tool_calls)
+        if words.is_text_fallback:
+            self._told["openai_text_tool_fallback"] = "true"
 
     def _ended(self) -> RunEvent:
         if len(self._finishes) < self._outputs:
@@ -178,11 +223,19 @@ class GenerateRun:
             type=RunEventType.COMPLETE,
             finish_reasons=tuple(self._finishes[index] for index in sorted(self._finishes)),
             usage=self._usage,
+            metadata=self._told,
         )
 
     def _refused(self, error: IopError) -> RunEvent:
         """A status instead of events, or in the middle of them."""
+        code: str
         match error:
+            case Unavailable() | Overloaded() | Draining() | PreconditionFailed() | NotFound() if (
+                reason := error.reason.lower()
+            ) in _REASONS and not self._has_started:
+                code = reason
+            case Unsupported() if self._is_passed:
+                code = "unsupported_feature"
             case InvalidRequest() | Unsupported() | NotFound():
                 code = StreamErrorCode.INVALID_REQUEST
             case Overloaded():
@@ -197,6 +250,21 @@ class GenerateRun:
                 code = StreamErrorCode.UPSTREAM_ERROR
         return _failed(code, error.message, retryable=error.retryable)
 
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        """Routing and trace keys of the contract (SF-21), and what Edges tell each other (SF-24)."""
+        run = self._stream.request
+        said = run.metadata
+        pairs = (
+            ("openengine-routing-key", run.session_id[:256]),
+            ("openengine-priority", said.get(run_metadata.PRIORITY, "") if self._takes_priority else ""),
+            ("traceparent", run.traceparent),
+            ("tracestate", run.tracestate),
+            ("x-request-id", said.get(run_metadata.REQUEST_ID, "")),
+            ("iop-via", said.get(run_metadata.VIA, "")),
+        )
+        told = [(key, value) for key, value in pairs if value and value.isascii() and value.isprintable()]
+        return (*bearer(self._api_key), *told)
+
     def _on_cancel(self, reason: CancelReason) -> None:
         _log.debug("run.cancelled run_id=%s reason=%s", self._stream.request.run_id, reason.value)
         self._is_cancelled = True
@@ -205,18 +273,6 @@ class GenerateRun:
             self._call.cancel()
         elif self._is_connecting:
             self._connecting.reschedule(asyncio.get_running_loop().time())
-
-
-def _metadata(run: RunRequest, api_key: str) -> tuple[tuple[str, str], ...]:
-    """Routing and trace keys of the contract (SF-21)."""
-    pairs = list(bearer(api_key))
-    if run.session_id and run.session_id.isascii() and run.session_id.isprintable():
-        pairs.append(("openengine-routing-key", run.session_id[:256]))
-    if run.traceparent.isascii() and run.traceparent:
-        pairs.append(("traceparent", run.traceparent))
-    if run.tracestate.isascii() and run.tracestate:
-        pairs.append(("tracestate", run.tracestate))
-    return tuple(pairs)
 
 
 def _usage(usage: pb.Usage) -> Usage:
@@ -228,9 +284,7 @@ def _usage(usage: pb.Usage) -> Usage:
     )
 
 
-def _failed(
-    code: StreamErrorCode, message: str, *, retryable: bool = False, before_start: bool = False
-) -> RunEvent:
+def _failed(code: str, message: str, *, retryable: bool = False, before_start: bool = False) -> RunEvent:
     return RunEvent(
         type=RunEventType.ERROR,
         error=StreamError(code=code, message=message, retryable=retryable, before_start=before_start),

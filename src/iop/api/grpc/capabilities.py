@@ -65,8 +65,12 @@ def _refusals(call: GenerateCall, model: ModelInfo, server: ServerInfo) -> Itera
     sequences_max = 1 if can.max_num_sequences is None else can.max_num_sequences
     if call.sampling.num_sequences is not None and not 1 <= call.sampling.num_sequences <= sequences_max:
         yield _beyond("sampling.num_sequences", f"must be from 1 to {sequences_max}")
-    ranks = 1 if server.parallelism.data_parallel_size is None else server.parallelism.data_parallel_size
-    if call.hints.target_dp_rank is not None and call.hints.target_dp_rank >= ranks:
+    ranks = server.parallelism.data_parallel_size
+    if call.hints.target_dp_rank is None:
+        return
+    if ranks is None:
+        yield _unsupported("openengine-target-dp-rank")
+    elif call.hints.target_dp_rank >= ranks:
         yield _beyond(
             "openengine-target-dp-rank", f"must be below {ranks}, the number of data-parallel ranks"
         )

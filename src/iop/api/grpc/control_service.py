@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -10,8 +11,9 @@ from iop.admin.codec import RecordCodec
 from iop.admin.enums import EngineRole
 from iop.admin.permissions import Permission, Principal
 from iop.api.grpc.auth import ApiCaller
+from iop.api.grpc.inference_service import check_model_allowed
 from iop.api.grpc.interceptors import current_caller
-from iop.api.grpc.ports import AbortOutcome, ControlPort
+from iop.api.grpc.ports import AbortOutcome, ControlPort, MayUse, ModelInfo
 from iop.core.errors import InvalidRequest, PermissionDenied, Unsupported
 from iop.pb.openengine.v1 import (
     kv_pb2,
@@ -84,7 +86,9 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
         self, request: server_pb2.GetServerInfoRequest, context: Any
     ) -> server_pb2.ServerInfo:
         """What the server is, and that it can be administered (AD-50)."""
-        answer = _CODEC.encode(self._control.server_info(), server_pb2.ServerInfo())
+        info = self._control.server_info()
+        usable = [name for name in info.supported_models if self._may_use(name)]
+        answer = _CODEC.encode(replace(info, supported_models=tuple(usable)), server_pb2.ServerInfo())
         answer.schema_revision = SCHEMA_REVISION
         answer.minimum_client_revision = SCHEMA_REVISION
         answer.schema_release = SCHEMA_RELEASE
@@ -94,7 +98,9 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
 
     async def GetModelInfo(self, request: model_pb2.GetModelInfoRequest, context: Any) -> model_pb2.ModelInfo:
         """What a model accepts (SF-22)."""
-        return _CODEC.encode(self._control.model_info(request.model), model_pb2.ModelInfo())
+        model = self._control.model_info(request.model)
+        self._check_allowed(request.model, model)
+        return _CODEC.encode(model, model_pb2.ModelInfo())
 
     async def GetLoad(self, request: server_pb2.GetLoadRequest, context: Any) -> server_pb2.LoadInfo:
         """How busy the server is."""
@@ -107,10 +113,13 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
         """How the server is."""
         if request.role not in {0, *EngineRole}:
             raise _bad("role", "is not a known role")
+        if request.model:
+            self._check_allowed(request.model, self._control.model_info(request.model))
         report = await self._control.health(
             model=request.model,
             role=EngineRole(request.role) if request.role else None,
             include_probe=request.include_inference_probe,
+            may_use=_usable_by(current_caller()),
         )
         return _CODEC.encode(report, lifecycle_pb2.HealthResponse())
 
@@ -160,6 +169,20 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
         """Not offered."""
         raise _unsupported("kv_events")
 
+    def _may_use(self, name: str) -> bool:
+        """Whether the caller may know of a model, by its id or one of its aliases (SF-11)."""
+        caller = current_caller()
+        if not isinstance(caller, ApiCaller) or caller.models is None:
+            return True
+        model = self._control.model_info(name)
+        return _usable_by(caller)(name, model.served_model_name, *model.served_model_aliases)
+
+    @staticmethod
+    def _check_allowed(name: str, model: ModelInfo) -> None:
+        caller = current_caller()
+        if isinstance(caller, ApiCaller):
+            check_model_allowed(caller, name, model)
+
     async def _abort_one(self, request_id: str) -> AbortOutcome:
         caller = current_caller()
         if isinstance(caller, ApiCaller):
@@ -182,6 +205,13 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
     async def _note(self, principal: Principal, rpc: str) -> None:
         if self._audit is not None:
             await self._audit(principal, rpc, "ALLOWED")
+
+
+def _usable_by(caller: ApiCaller | Principal) -> MayUse:
+    def may_use(*names: str) -> bool:
+        return not isinstance(caller, ApiCaller) or any(map(caller.may_use, names))
+
+    return may_use
 
 
 def _bad(field: str, rule: str) -> InvalidRequest:

@@ -1,35 +1,49 @@
-"""A fleet as Inference and Control see it: generations go through dispatch as text completions (SF-20 to SF-24).
+"""A fleet as Inference and Control see it: generations go through dispatch to who serves the model (SF-20 to SF-24).
 
-A generation becomes `POST /v1/completions` at a provider that offers it. Only what every such provider can do is
-advertised, and what a provider's kind is not known to understand is refused rather than sent and ignored (SF-10,
-SF-22).
+A generation becomes a completion or a chat at a provider that speaks HTTP, and a run at one that does not; an
+OpenEngine server gets it as it came. Only what every provider of a pool can do is advertised, and what one is not known
+to understand is refused rather than sent and ignored (SF-10, SF-22).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
-
-import orjson
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Final
 
 from iop import __version__
 from iop.admin.enums import EngineRole
 from iop.api.grpc import ports
-from iop.api.grpc.completion_stream import CompletionStream
+from iop.api.grpc.abilities import TEXT_FORMAT, Abilities, abilities_of, common_abilities
+from iop.api.grpc.answer_stream import AnswerStream
+from iop.api.grpc.provider_calls import operation_of, options_of, provider_call
 from iop.core.clock import Clock
-from iop.core.errors import AlreadyExists, InvalidRequest, NotFound, Unsupported
-from iop.core.ids import RequestId
-from iop.edge.calls import DispatchRequest, Route, ServedTarget, TunnelCall
+from iop.core.errors import (
+    AlreadyExists,
+    Cancelled,
+    Draining,
+    InvalidRequest,
+    IopError,
+    NotFound,
+    Unsupported,
+)
+from iop.core.ids import NodeId, ProviderId, RequestId
+from iop.edge.calls import PRIORITY_MAX, PRIORITY_MIN, Call, DispatchRequest, ServedTarget, ways_to
 from iop.edge.dispatch import Dispatcher
-from iop.edge.snapshot import EdgeSnapshot, ModelSpec
+from iop.edge.snapshot import AdapterSpec, EdgeSnapshot, ModelSpec, PoolMember
+from iop.wire.messages import ProviderSnapshot
 
 __all__ = ["EdgePort"]
 
-OPERATION: Final = "completions"
-PATH: Final = "/v1/completions"
+FINISHED_IDS_MAX: Final = 4096
+"""How many ended requests are remembered, so that a late abort learns that there was nothing left to end."""
 
-_EXTENDED_TYPES: Final = frozenset({"vllm", "sglang", "llamacpp"})
-"""Providers that understand sampling options beyond OpenAI's own; others would silently ignore them."""
+_DOWN: Final = frozenset({"offline", "not_ready"})
+"""What a Node's probe says of an engine that would fail a request."""
+
+FindReport = Callable[[NodeId, ProviderId], ProviderSnapshot | None]
 
 
 class EdgePort:
@@ -40,6 +54,7 @@ class EdgePort:
         find_snapshot: the running configuration.
         clock: dates load reports.
         instance_id: new at every start of the process.
+        find_report: what a Node last told of one of its engines.
     """
 
     def __init__(
@@ -49,85 +64,162 @@ class EdgePort:
         find_snapshot: Callable[[], EdgeSnapshot],
         clock: Clock,
         instance_id: str,
+        find_report: FindReport = lambda _node, _provider: None,
     ) -> None:
         self._dispatcher = dispatcher
         self._find_snapshot = find_snapshot
+        self._find_report = find_report
         self._clock = clock
         self._instance_id = instance_id
-        self._live: dict[str, CompletionStream] = {}
+        self._live: dict[str, _Live] = {}
+        self._finished: OrderedDict[str, str] = OrderedDict()
 
     # ------------------------------------------------------------------------------------------ inference
 
     @property
     def is_serving(self) -> bool:
-        """Whether some model can admit now (AD-06)."""
-        pools = self._dispatcher.pools
-        return any(pools.model_figures(model).can_admit for model in self._find_snapshot().models)
+        """Whether some model would take a request now (AD-06)."""
+        unfit = (ports.HealthState.NOT_READY, ports.HealthState.DRAINING)
+        return any(
+            self._pool_health(spec).state not in unfit for spec in self._find_snapshot().models.values()
+        )
 
     def model_info(self, model: str) -> ports.ModelInfo:
-        """What a model of the fleet can do, by id or alias.
+        """What a model of the fleet can do, by id or alias: what all of its providers can.
 
         Raises:
             NotFound: MODEL_NOT_FOUND.
             InvalidRequest: no name, and not exactly one model.
         """
         spec = self._find_model(model)
+        every = self._common(spec)
+        text, chat = (self._common(spec, operation) for operation in ("completions", "chat_completions"))
+        takes_text = text is not None and text.takes_text
+        every = every or Abilities(options=frozenset())
         return ports.ModelInfo(
             model_id=spec.id,
             served_model_name=spec.id,
             served_model_aliases=spec.aliases,
-            supports_text_input=self._completes_text(spec),
-            generation=ports.GenerationCapabilities(
-                guided_decoding=ports.GuidedCapabilities(supported=False),
-                max_num_sequences=1,
-                supports_priority=True,
-                supports_stop_in_output=False,
-                supports_cache_salt=False,
-                supports_prefix_cache_bypass=False,
+            max_context_length=every.context_max,
+            max_output_tokens=every.output_max,
+            tokenizer_modes=(
+                *((TEXT_FORMAT,) if takes_text else ()),
+                *sorted(chat.formats if chat is not None else ()),
             ),
-            supports_lora=False,
-            supports_multimodal=False,
+            supports_text_input=takes_text,
+            supports_token_ids_input=text is not None and text.takes_token_ids,
+            generation=ports.GenerationCapabilities(
+                prompt_logprobs=every.prompt_logprobs,
+                output_logprobs=every.output_logprobs,
+                guided_decoding=every.guided,
+                max_num_sequences=every.sequences_max,
+                supports_priority=True,
+                supports_stop_in_output=every.stop_in_output,
+                supports_cache_salt=every.cache_salt,
+                supports_prefix_cache_bypass=every.prefix_cache_bypass,
+            ),
+            supports_lora=every.lora,
+            supports_multimodal=every.multimodal,
         )
 
-    async def generate(self, call: ports.GenerateCall) -> CompletionStream:
-        """Dispatch a generation; accepted when the provider has begun its stream.
+    async def generate(self, call: ports.GenerateCall) -> AnswerStream:
+        """Dispatch a generation; accepted when the provider has begun its answer.
 
         Raises:
             AlreadyExists: a live request has this id.
+            Unsupported: an option that not every provider of the model understands.
             IopError: no provider took it.
         Cancellation: safe; the waiter, or the provider's work, is called off.
         """
+        spec = self._find_model(call.model)
+        every = self._common(spec) or Abilities()
+        for name in sorted(options_of(call).keys() - every.options):
+            raise Unsupported(
+                f"`{name}` is not understood by every provider of {spec.id!r}.",
+                reason="UNSUPPORTED_FEATURE",
+                details={"feature": name},
+            )
         if call.request_id in self._live:
             raise AlreadyExists(
                 "A live request has this id.",
                 reason="DUPLICATE_REQUEST",
                 details={"request_id": call.request_id},
             )
-        stream = _TrackedStream(self._live, call)
-        try:
-            handle = await self._dispatcher.dispatch(
-                self._request_of(call), lambda target: _tunnel_call(call, target, stream)
-            )
-            stream.bind(handle)
-            await stream.wait_accepted()
-        except BaseException:
-            await stream.aclose()
-            raise
-        return stream
-
-    def _request_of(self, call: ports.GenerateCall) -> DispatchRequest:
-        text = call.prompt if isinstance(call.prompt, str) else ""
-        snapshot = self._find_snapshot()
-        return DispatchRequest(
-            request_id=RequestId(call.request_id),
-            model=self._find_model(call.model).id,
-            operation=OPERATION,
-            estimated_prompt_tokens=int(len(text.encode()) / snapshot.chars_per_token),
-            # The schema's priorities come first when low, dispatch's when high.
-            priority=-call.hints.priority if call.hints.priority is not None else 0,
-            session=call.hints.routing_key,
+        answer = AnswerStream(
             caller=call.caller,
+            outputs=call.sampling.num_sequences or 1,
+            on_closed=partial(self._closed, call.request_id),
         )
+        live = self._live[call.request_id] = _Live(answer)
+        request = self._request_of(call, spec)
+        try:
+            try:
+                async with live.acceptance:
+                    handle = await self._dispatcher.dispatch(
+                        request, partial(self._prepare, call, request, answer)
+                    )
+                    answer.bind(handle)
+                    await answer.wait_accepted()
+            except TimeoutError:
+                if live.ended_by is None:
+                    raise
+                raise live.ended_by from None
+            if live.ended_by is not None:  # in the turn in which it was accepted
+                raise live.ended_by
+        except BaseException:
+            await answer.aclose()
+            raise
+        return answer
+
+    def _prepare(
+        self, call: ports.GenerateCall, request: DispatchRequest, answer: AnswerStream, target: ServedTarget
+    ) -> Call:
+        adapter = self._find_snapshot().find_adapter(target.key)
+        able = Abilities() if adapter is None else self._able(adapter, target.key.node, target.target)
+        return provider_call(
+            call,
+            target,
+            answer,
+            able=able,
+            request_id=request.request_id,
+            session=request.session,
+            priority=call.hints.priority,
+        )
+
+    def _request_of(self, call: ports.GenerateCall, spec: ModelSpec) -> DispatchRequest:
+        snapshot = self._find_snapshot()
+        tokens = (
+            int(len(call.prompt.encode()) / snapshot.chars_per_token)
+            if isinstance(call.prompt, str)
+            else len(call.prompt)
+        )
+        hints = call.hints
+        return DispatchRequest(
+            request_id=RequestId(call.known_as or call.request_id),
+            model=spec.id,
+            operation=operation_of(call),
+            estimated_prompt_tokens=tokens,
+            # The schema's priorities come first when low, dispatch's when high.
+            priority=0 if hints.priority is None else max(PRIORITY_MIN, min(PRIORITY_MAX, -hints.priority)),
+            # Two keys that choose the same word do not share a session.
+            session=f"{call.caller}:{hints.routing_key}" if hints.routing_key else "",
+            caller=call.caller,
+            traceparent=hints.traceparent,
+            tracestate=hints.tracestate,
+            via=call.come_through,
+        )
+
+    def _closed(self, request_id: str, answer: AnswerStream) -> None:
+        live = self._live.get(request_id)
+        if live is None or live.answer is not answer:
+            return
+        del self._live[request_id]
+        self._finished[request_id] = answer.caller
+        self._finished.move_to_end(request_id)
+        if len(self._finished) > FINISHED_IDS_MAX:
+            self._finished.popitem(last=False)
+
+    # ------------------------------------------------------------------------------------------ abilities
 
     def _find_model(self, name: str) -> ModelSpec:
         snapshot = self._find_snapshot()
@@ -148,16 +240,27 @@ class EdgePort:
             )
         return spec
 
-    def _completes_text(self, spec: ModelSpec) -> bool:
+    def _members(self, spec: ModelSpec) -> Iterable[tuple[PoolMember, AdapterSpec]]:
         snapshot = self._find_snapshot()
-        adapters = [snapshot.find_adapter(member.key) for member in spec.members]
-        return any(
-            adapter is not None
-            and adapter.enabled
-            and adapter.route is Route.TUNNEL
-            and (adapter.operations is None or OPERATION in adapter.operations)
-            for adapter in adapters
-        )
+        for member in spec.members:
+            adapter = snapshot.find_adapter(member.key)
+            if adapter is not None and adapter.enabled:
+                yield member, adapter
+
+    def _common(self, spec: ModelSpec, operation: str = "") -> Abilities | None:
+        """What all can do that may get a request of this operation (any, when empty); None: there is nobody."""
+        each = [
+            self._able(adapter, member.key.node, member.target)
+            for member, adapter in self._members(spec)
+            if not operation
+            or adapter.operations is None
+            or not adapter.operations.isdisjoint(ways_to(operation))
+        ]
+        return common_abilities(each) if each else None
+
+    def _able(self, adapter: AdapterSpec, node: NodeId, target: str) -> Abilities:
+        report = self._find_report(node, adapter.provider) if adapter.type == "openengine" else None
+        return abilities_of(adapter, target=target, report=report)
 
     # ------------------------------------------------------------------------------------------ control
 
@@ -180,7 +283,14 @@ class EdgePort:
             queued_requests=pools.waiting,
         )
 
-    async def health(self, *, model: str, role: EngineRole | None, include_probe: bool) -> ports.HealthReport:
+    async def health(
+        self,
+        *,
+        model: str,
+        role: EngineRole | None,
+        include_probe: bool,
+        may_use: ports.MayUse = ports.any_model,
+    ) -> ports.HealthReport:
         """How the models' pools are. A probe through the queue would take a caller's place, so there is none.
 
         Raises:
@@ -195,13 +305,13 @@ class EdgePort:
             )
         snapshot = self._find_snapshot()
         specs = [self._find_model(model)] if model else list(snapshot.models.values())
-        checks = [self._pool_health(spec) for spec in specs]
+        checks = [self._pool_health(spec) for spec in specs if may_use(spec.id, *spec.aliases)]
         if role not in {None, EngineRole.AGGREGATED}:
             checks = [ports.HealthPart(name="role", state=ports.HealthState.NOT_READY)]
         states = {check.state for check in checks}
         if states == {ports.HealthState.READY}:
             state = ports.HealthState.READY
-        elif ports.HealthState.READY in states:
+        elif states & {ports.HealthState.READY, ports.HealthState.DEGRADED}:
             state = ports.HealthState.DEGRADED
         elif states == {ports.HealthState.DRAINING}:
             state = ports.HealthState.DRAINING
@@ -210,16 +320,30 @@ class EdgePort:
         return ports.HealthReport(state=state, checks=tuple(checks))
 
     def _pool_health(self, spec: ModelSpec) -> ports.HealthPart:
-        figures = self._dispatcher.pools.model_figures(spec.id)
-        if figures.can_admit:
-            return ports.HealthPart(name=f"model {spec.id}", state=ports.HealthState.READY)
+        """Ready if somebody would take a request, degraded if not everybody would who should (SF-22)."""
+        name = f"model {spec.id}"
+        pools = self._dispatcher.pools
+        figures = pools.model_figures(spec.id)
         if figures.paused:
+            return ports.HealthPart(name=name, state=ports.HealthState.DRAINING, message="paused")
+        wanted = [member.key for member, _ in self._members(spec)]
+        well = 0
+        for key in wanted:
+            told = pools.provider_figures(key)
+            report = self._find_report(key.node, key.provider)
+            is_down = report is not None and report.health in _DOWN
+            well += told.status == "available" and told.health == "online" and not is_down
+        if not well:
             return ports.HealthPart(
-                name=f"model {spec.id}", state=ports.HealthState.DRAINING, message="paused"
+                name=name, state=ports.HealthState.NOT_READY, message="no provider is available"
             )
-        return ports.HealthPart(
-            name=f"model {spec.id}", state=ports.HealthState.NOT_READY, message="no provider is available"
-        )
+        if well < len(wanted):
+            return ports.HealthPart(
+                name=name,
+                state=ports.HealthState.DEGRADED,
+                message=f"{well} of {len(wanted)} providers are available",
+            )
+        return ports.HealthPart(name=name, state=ports.HealthState.READY)
 
     async def abort(self, request_id: str, *, caller: str | None) -> ports.AbortOutcome:
         """End one request of this caller, or for an operator of anybody (SF-23).
@@ -227,17 +351,12 @@ class EdgePort:
         Raises:
             NotFound: unknown, or somebody else's.
         """
-        stream = self._live.get(request_id)
-        if stream is not None and caller in {None, stream.caller}:
-            failure = ports.RequestFailed(
-                code="CANCELLED" if caller is not None else "DRAINING",
-                message="aborted by its caller" if caller is not None else "aborted by an operator",
-                retryable=caller is None,
-            )
-            ended = stream.end_by(failure)
-            return ports.AbortOutcome.ABORTED if ended else ports.AbortOutcome.ALREADY_FINISHED
-        record = self._dispatcher.outcomes.find(request_id)
-        if record is not None and record.outcome is not None and caller in {None, record.caller}:
+        live = self._live.get(request_id)
+        if live is not None and caller in {None, live.answer.caller}:
+            by = "its caller" if caller is not None else "an operator"
+            return live.end(f"aborted by {by}", is_own=caller is not None)
+        owner = self._finished.get(request_id)
+        if owner is not None and caller in {None, owner}:
             return ports.AbortOutcome.ALREADY_FINISHED
         raise NotFound(
             "There is no such request of yours.",
@@ -247,86 +366,29 @@ class EdgePort:
 
     async def abort_all(self) -> int:
         """End every generation that came through this port."""
-        failure = ports.RequestFailed(
-            code="DRAINING", message="all requests were aborted by an operator", retryable=True
-        )
-        return sum(stream.end_by(failure) for stream in list(self._live.values()))
+        message = "all requests were aborted by an operator"
+        outcomes = [live.end(message, is_own=False) for live in list(self._live.values())]
+        return outcomes.count(ports.AbortOutcome.ABORTED)
 
 
-class _TrackedStream(CompletionStream):
-    """A stream that is listed as live until it is closed."""
+class _Live:
+    """A request that has not ended: in the queue, or answered."""
 
-    def __init__(self, live: dict[str, CompletionStream], call: ports.GenerateCall) -> None:
-        super().__init__(caller=call.caller)
-        self._live = live
-        self._request_id = call.request_id
-        live[call.request_id] = self
+    def __init__(self, answer: AnswerStream) -> None:
+        self.answer = answer
+        self.acceptance = asyncio.timeout(None)
+        self.ended_by: IopError | None = None
 
-    async def aclose(self) -> None:
-        if self._live.get(self._request_id) is self:
-            del self._live[self._request_id]
-        await super().aclose()
-
-
-def _tunnel_call(call: ports.GenerateCall, target: ServedTarget, sink: CompletionStream) -> TunnelCall:
-    """The provider's request, once it is known who that is (EN-54).
-
-    Raises:
-        Unsupported: the provider is no tunnel, or may not understand an option.
-    """
-    if target.route is not Route.TUNNEL:
-        raise _unsupported("prompt", target)
-    headers = [(b"content-type", b"application/json"), (b"accept", b"text/event-stream")]
-    if call.hints.traceparent:
-        headers.append((b"traceparent", call.hints.traceparent.encode("latin-1")))
-    if call.hints.tracestate:
-        headers.append((b"tracestate", call.hints.tracestate.encode("latin-1")))
-    return TunnelCall(
-        operation=OPERATION if OPERATION in target.operations else "",
-        method="POST",
-        path=PATH,
-        sink=sink,
-        headers=headers,
-        body=(orjson.dumps(_body_of(call, target)),),
-        stream=True,
-    )
-
-
-def _body_of(call: ports.GenerateCall, target: ServedTarget) -> dict[str, Any]:
-    sampling, stopping = call.sampling, call.stopping
-    plain = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "seed": sampling.seed,
-        "max_tokens": stopping.max_tokens,
-        "stop": list(stopping.stop) or None,
-    }
-    extended = {
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "min_tokens": stopping.min_tokens,
-        "ignore_eos": stopping.ignore_eos,
-        "stop_token_ids": list(stopping.stop_token_ids) or None,
-    }
-    for name, value in extended.items():
-        if value is not None and target.adapter_type not in _EXTENDED_TYPES:
-            raise _unsupported(name, target)
-    options = {name: value for name, value in {**plain, **extended}.items() if value is not None}
-    return {
-        "model": target.target,
-        "prompt": call.prompt,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **options,
-    }
-
-
-def _unsupported(feature: str, target: ServedTarget) -> Unsupported:
-    return Unsupported(
-        f"`{feature}` is not offered by the providers of {target.model!r}.",
-        reason="UNSUPPORTED_FEATURE",
-        details={"feature": feature},
-    )
+    def end(self, message: str, *, is_own: bool) -> ports.AbortOutcome:
+        """End it: by a status while nobody has accepted it, by its last event after that (SF-20)."""
+        if self.answer.is_terminal:
+            return ports.AbortOutcome.ALREADY_FINISHED
+        if self.answer.is_accepted:
+            code = "CANCELLED" if is_own else "DRAINING"
+            self.answer.end_by(ports.RequestFailed(code=code, message=message, retryable=not is_own))
+        elif self.ended_by is None:
+            self.ended_by = (
+                Cancelled(message, reason="ABORTED") if is_own else Draining(message, reason="ABORTED")
+            )
+            self.acceptance.reschedule(asyncio.get_running_loop().time())
+        return ports.AbortOutcome.ABORTED

@@ -184,7 +184,14 @@ class EnginePort:
             ranks=(rank,) if include_per_rank else (),
         )
 
-    async def health(self, *, model: str, role: EngineRole | None, include_probe: bool) -> ports.HealthReport:
+    async def health(
+        self,
+        *,
+        model: str,
+        role: EngineRole | None,
+        include_probe: bool,
+        may_use: ports.MayUse = ports.any_model,  # noqa: ARG002 - its one model is all that it is
+    ) -> ports.HealthReport:
         """How scheduler and ranks are; with a probe also whether a token comes out."""
         checks = [await self._scheduler_health()]
         if checks[0].state is not ports.HealthState.STARTING:
@@ -286,6 +293,11 @@ class _EngineStream:
         self.caller = call.caller
         self.weight_version = stream.weight_version
         self.is_aborted_by_caller = False
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Nothing: an engine has no queue of its own to tell of."""
+        return ()
 
     def __aiter__(self) -> Self:
         return self

@@ -9,12 +9,14 @@ from google.protobuf.json_format import MessageToDict
 
 from iop.admin.codec import RecordCodec
 from iop.api.grpc.ports import (
+    Candidate,
     EveryCandidate,
     GenerateCall,
     GenerationEvent,
     Guide,
     LogprobWish,
     MediaItem,
+    OutputFinish,
     OutputFinished,
     OutputTokens,
     PromptScored,
@@ -22,19 +24,25 @@ from iop.api.grpc.ports import (
     RoutingHints,
     SamplingParams,
     ScoredToken,
+    StopMatch,
     Stopping,
     TheseCandidates,
     TopCandidates,
     Usage,
 )
-from iop.core.errors import InvalidRequest
+from iop.core.errors import InvalidRequest, RemoteProtocolError
 from iop.pb.openengine.v1 import error_pb2
 from iop.pb.openengine.v1 import generation_pb2 as pb
 
-__all__ = ["decode_generate", "encode_event"]
+__all__ = ["decode_event", "decode_generate", "encode_event", "encode_generate"]
 
 REQUEST_ID_CHARS_MAX: Final = 128
 """Longest request id; it stands in every message of the answer and in every log line."""
+
+ERROR_CHARS_MAX: Final = 512
+"""Most of another server's words in an error that is passed on."""
+
+_FINISHES: Final = frozenset(int(reason) for reason in OutputFinish)
 
 _CODEC: Final = RecordCodec(error=InvalidRequest)
 
@@ -77,7 +85,14 @@ def decode_generate(
         extra=MessageToDict(request.extra) if request.HasField("extra") else {},
         hints=hints,
         caller=caller,
+        message=request,
     )
+
+
+def encode_generate(call: GenerateCall) -> bytes:
+    """A request for another OpenEngine server, as it came; who sends it on sets the id and the model."""
+    assert isinstance(call.message, pb.GenerateRequest), "it came as one"
+    return call.message.SerializeToString()
 
 
 def _prompt_of(request: pb.GenerateRequest) -> str | tuple[int, ...]:
@@ -188,6 +203,68 @@ def encode_event(request_id: str, event: GenerationEvent, usage: Usage | None) -
     if usage is not None:
         _encode_usage(usage, message.usage)
     return message
+
+
+def decode_event(message: pb.GenerateResponse) -> GenerationEvent | None:
+    """The event of another server's message; None for what has no meaning to us, or none of its own.
+
+    Raises:
+        RemoteProtocolError: it is none that may come here.
+    """
+    match message.WhichOneof("event"):
+        case "token":
+            token = message.token
+            return OutputTokens(
+                output_index=token.output_index, tokens=_scored(token.tokens), text=token.text
+            )
+        case "prompt":
+            return PromptScored(tokens=_scored(message.prompt.tokens))
+        case "finished":
+            told = message.finished
+            if told.reason not in _FINISHES:
+                raise RemoteProtocolError("An output ended for no reason.", reason="NO_FINISH_REASON")
+            match = told.stop_match.WhichOneof("match")
+            return OutputFinished(
+                output_index=told.output_index,
+                reason=OutputFinish(told.reason),
+                message=told.message,
+                stop_match=None if match is None else StopMatch(**{match: getattr(told.stop_match, match)}),
+            )
+        case "error":
+            error = message.error
+            known = error.code in error_pb2.ErrorCode.values() and error.code
+            name = error_pb2.ErrorCode.Name(error.code) if known else "ERROR_CODE_INTERNAL"
+            return RequestFailed(
+                code=name.removeprefix("ERROR_CODE_"),
+                message=error.message[:ERROR_CHARS_MAX],
+                retryable=error.retryable,
+            )
+        case "prefill_ready":
+            raise RemoteProtocolError("The engine only prefills.", reason="PREFILL_ONLY")
+        case _:
+            return None
+
+
+def _scored(tokens: Iterable[pb.TokenInfo]) -> tuple[ScoredToken, ...]:
+    # Per token on the hot path, as in `_add_tokens`.
+    return tuple(
+        ScoredToken(
+            token_id=token.token_id,
+            token=token.token,
+            logprob=token.logprob if token.HasField("logprob") else None,
+            rank=token.rank if token.HasField("rank") else None,
+            candidates=tuple(
+                Candidate(
+                    token_id=other.token_id,
+                    logprob=other.logprob,
+                    token=other.token,
+                    rank=other.rank if other.HasField("rank") else None,
+                )
+                for other in token.candidates
+            ),
+        )
+        for token in tokens
+    )
 
 
 def _encode_finished(event: OutputFinished, message: pb.GenerationFinished) -> None:

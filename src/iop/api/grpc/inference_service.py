@@ -9,20 +9,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+from iop.api.grpc.auth import ApiCaller
 from iop.api.grpc.capabilities import check_supported
+from iop.api.grpc.hops import ignored_hints, read_hops
 from iop.api.grpc.inference_codec import decode_generate, encode_event
 from iop.api.grpc.interceptors import current_api_caller
 from iop.api.grpc.metadata import WEIGHT_VERSION_KEY, header_text, read_hints
-from iop.api.grpc.ports import ControlPort, GenerateCall, GenerationStream, InferencePort, RequestFailed
+from iop.api.grpc.ports import (
+    ControlPort,
+    GenerateCall,
+    GenerationStream,
+    InferencePort,
+    ModelInfo,
+    RequestFailed,
+)
 from iop.core.errors import Internal, IopError, PermissionDenied
 from iop.pb.openengine.v1 import generation_pb2 as pb
 from iop.pb.openengine.v1 import openengine_pb2, openengine_pb2_grpc
 
-__all__ = ["INFERENCE_SERVICE", "InferenceService"]
+__all__ = ["INFERENCE_SERVICE", "AdmitKey", "InferenceService", "check_model_allowed"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,49 +40,85 @@ INFERENCE_SERVICE: Final[str] = openengine_pb2.DESCRIPTOR.services_by_name["Infe
 UNKNOWN_VERSION: Final = "unknown"
 
 
-class InferenceService(openengine_pb2_grpc.InferenceServicer):
-    """Generate, for whoever can generate."""
+AdmitKey: TypeAlias = Callable[[str], Callable[[], None]]
+"""Counts a generation against the limits of the API key of this name, or raises Overloaded; gives what counts it out
+(SF-11)."""
 
-    def __init__(self, inference: InferencePort, control: ControlPort) -> None:
+
+def _no_limits(_key: str) -> Callable[[], None]:
+    return lambda: None
+
+
+class InferenceService(openengine_pb2_grpc.InferenceServicer):
+    """Generate, for whoever can generate.
+
+    Args:
+        inference: who generates.
+        control: says what the server is.
+        admit: the limits of API keys.
+    """
+
+    def __init__(
+        self, inference: InferencePort, control: ControlPort, *, admit: AdmitKey = _no_limits
+    ) -> None:
         self._inference = inference
         self._control = control
+        self._admit = admit
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """One generation; ends with exactly one terminal message after acceptance."""
-        call = self._read(request, context)
-        stream = await self._inference.generate(call)
-        async with contextlib.aclosing(stream):
-            await context.send_initial_metadata(_version_metadata(stream))
-            try:
-                async for event, usage in stream:
-                    yield encode_event(call.request_id, event, usage)
-            except IopError as error:
-                yield encode_event(call.request_id, failure_event(error), None)
-            except Exception:  # noqa: BLE001 - accepted: the caller gets a terminal event, the log the cause
-                _log.exception("generate.failed_internally", extra={"request_id": call.request_id})
-                failed = failure_event(Internal("The server failed; its log has the cause."))
-                yield encode_event(call.request_id, failed, None)
-            context.set_trailing_metadata(_version_metadata(stream))
+        leave = self._admit(current_api_caller().name)
+        try:
+            call, told = self._read(request, context)
+            async with contextlib.aclosing(await self._inference.generate(call)) as stream:
+                await context.send_initial_metadata((*_version_metadata(stream), *stream.metadata, *told))
+                try:
+                    async for event, usage in stream:
+                        yield encode_event(call.request_id, event, usage)
+                except IopError as error:
+                    yield encode_event(call.request_id, failure_event(error), None)
+                except Exception:  # noqa: BLE001 - accepted: the caller gets a terminal event, the log the cause
+                    _log.exception("generate.failed_internally", extra={"request_id": call.request_id})
+                    failed = failure_event(Internal("The server failed; its log has the cause."))
+                    yield encode_event(call.request_id, failed, None)
+                context.set_trailing_metadata(_version_metadata(stream))
+        finally:
+            leave()
 
-    def _read(self, request: pb.GenerateRequest, context: Any) -> GenerateCall:
-        """Decode and check everything that can be refused before the port is asked."""
+    def _read(
+        self, request: pb.GenerateRequest, context: Any
+    ) -> tuple[GenerateCall, tuple[tuple[str, str], ...]]:
+        """Decode and check all that can be refused before the port is asked; and what the answer tells of it."""
         caller = current_api_caller()
-        hints = read_hints(context.invocation_metadata() or ())
+        metadata = tuple(context.invocation_metadata() or ())
+        said = hints = read_hints(metadata)
         if "priority" not in caller.may:  # taken only from keys that are allowed it (SF-16)
             hints = replace(hints, priority=None)
         if "session" not in caller.may:
             hints = replace(hints, routing_key="")
-        call = decode_generate(request, request_id=uuid.uuid4().hex, hints=hints, caller=caller.name)
+        hops = read_hops(metadata)
+        call = replace(
+            decode_generate(request, request_id=uuid.uuid4().hex, hints=hints, caller=caller.name),
+            come_through=hops.via,
+            known_as=hops.request_id,
+        )
         model = self._inference.model_info(call.model)
-        names = {call.model, model.served_model_name, *model.served_model_aliases}
-        if not any(map(caller.may_use, names - {""})):
-            raise PermissionDenied(
-                "This API key may not use that model.",
-                reason="MODEL_NOT_ALLOWED",
-                details={"model": call.model},
-            )
+        check_model_allowed(caller, call.model, model)
         check_supported(call, model, self._control.server_info())
-        return call
+        return call, ignored_hints(said, hints)
+
+
+def check_model_allowed(caller: ApiCaller, name: str, model: ModelInfo) -> None:
+    """Refuse a model that the key may not use, by whatever name.
+
+    Raises:
+        PermissionDenied: MODEL_NOT_ALLOWED.
+    """
+    names = {name, model.served_model_name, *model.served_model_aliases}
+    if not any(map(caller.may_use, names - {""})):
+        raise PermissionDenied(
+            "This API key may not use that model.", reason="MODEL_NOT_ALLOWED", details={"model": name}
+        )
 
 
 def failure_event(error: IopError) -> RequestFailed:

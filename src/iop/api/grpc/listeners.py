@@ -13,7 +13,7 @@ from iop.api.grpc.admin_service import ADMIN_METHODS, ADMIN_SERVICE, AdminOperat
 from iop.api.grpc.auth import ApiCaller, ApiKeyDirectory, PrincipalDirectory
 from iop.api.grpc.control_service import CONTROL_METHODS, CONTROL_SERVICE, ControlService
 from iop.api.grpc.health import HEALTH_SERVICE
-from iop.api.grpc.inference_service import INFERENCE_SERVICE, InferenceService
+from iop.api.grpc.inference_service import INFERENCE_SERVICE, AdmitKey, InferenceService
 from iop.api.grpc.interceptors import AuthInterceptor, ErrorInterceptor, authorize_by_table
 from iop.api.grpc.ports import ControlPort, InferencePort
 from iop.api.grpc.server import REFLECTION_SERVICE, GrpcListener, GrpcService, ListenerSettings
@@ -119,6 +119,7 @@ def inference_listener(
     *,
     admin_profile_revision: int | None = ADMIN_PROFILE_REVISION,
     is_privileged_allowed: bool = False,
+    admit: AdmitKey | None = None,
     on_ended: OnEnded | None = None,
 ) -> GrpcListener:
     """Inference and Control with their health and reflection.
@@ -130,9 +131,14 @@ def inference_listener(
         settings: where to listen.
         admin_profile_revision: told by GetServerInfo where an admin listener exists too; None: there is none (AD-50).
         is_privileged_allowed: allow the privileged Control calls here (AD-103).
+        admit: the limits of API keys, which Generate counts against; None: there are none (SF-11).
         on_ended: told of each call's method, status and seconds; see `iop.api.grpc.rpc_metrics`.
     """
-    inference_service = InferenceService(inference, control)
+    inference_service = (
+        InferenceService(inference, control)
+        if admit is None
+        else InferenceService(inference, control, admit=admit)
+    )
     control_service = ControlService(
         control, admin_profile_revision=admin_profile_revision, is_privileged_allowed=is_privileged_allowed
     )

@@ -34,6 +34,7 @@ __all__ = [
     "LoadInfo",
     "LogprobCapabilities",
     "LogprobWish",
+    "MayUse",
     "MediaItem",
     "ModelInfo",
     "OutputFinish",
@@ -52,6 +53,7 @@ __all__ = [
     "TheseCandidates",
     "TopCandidates",
     "Usage",
+    "any_model",
 ]
 
 # ---------------------------------------------------------------------------------------------------- requests
@@ -162,6 +164,9 @@ class GenerateCall:
         model: as the caller named it; empty: the only model.
         caller: name of the API key; empty on an open listener. Requests of equal callers are one's own (SF-23).
         kv_session: the hand-over reference, undecoded.
+        message: the request as it came, for a server that is spoken to in the same words; None where it came otherwise.
+        come_through: names of the Edges that the call came through, newest last; empty: it came from a client.
+        known_as: the request id of the first of them; empty: `request_id` is the only one.
     """
 
     request_id: str
@@ -180,6 +185,9 @@ class GenerateCall:
     extra: Mapping[str, Any] = field(default_factory=dict)
     hints: RoutingHints = RoutingHints()
     caller: str = ""
+    message: Any = field(default=None, repr=False, compare=False)
+    come_through: str = ""
+    known_as: str = ""
 
 
 # ---------------------------------------------------------------------------------------------------- events
@@ -277,6 +285,11 @@ class GenerationStream(Protocol):
     @property
     def weight_version(self) -> str:
         """Version of the weights that produce the answer, as far as known now (AD-33); empty: unknown."""
+        ...
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What else the caller is told with the acceptance: how long it waited, its request id."""
         ...
 
     def __aiter__(self) -> Self: ...
@@ -487,6 +500,19 @@ class AbortOutcome(enum.IntEnum):
     ALREADY_FINISHED = 2
 
 
+class MayUse(Protocol):
+    """Whether the caller may use the model with these names."""
+
+    def __call__(self, *names: str) -> bool:
+        """One name is enough."""
+        ...
+
+
+def any_model(*_names: str) -> bool:
+    """Everybody may use everything."""
+    return True
+
+
 class ControlPort(Protocol):
     """Who tells about the server, and ends requests."""
 
@@ -502,8 +528,10 @@ class ControlPort(Protocol):
         """How busy it is."""
         ...
 
-    async def health(self, *, model: str, role: EngineRole | None, include_probe: bool) -> HealthReport:
-        """How it is; a probe runs a tiny generation.
+    async def health(
+        self, *, model: str, role: EngineRole | None, include_probe: bool, may_use: MayUse = any_model
+    ) -> HealthReport:
+        """How it is; a probe runs a tiny generation. Models that `may_use` denies by all their names are left out.
 
         Raises:
             NotFound: no such model here.

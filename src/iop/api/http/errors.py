@@ -19,7 +19,9 @@ from iop.core.errors import (
     Draining,
     InvalidRequest,
     IopError,
+    NotFound,
     Overloaded,
+    PreconditionFailed,
     Unavailable,
     Unsupported,
 )
@@ -56,6 +58,7 @@ class Dialect(Enum):
 
 STATUS_BY_REASON: Final[Mapping[str, int]] = {
     "UNSUPPORTED_FIELD": 400,
+    "UNSUPPORTED_FEATURE": 400,
     "METHOD_NOT_ALLOWED": 405,
     "REQUEST_TIMEOUT": 408,
     "BODY_TOO_LARGE": 413,
@@ -64,6 +67,7 @@ STATUS_BY_REASON: Final[Mapping[str, int]] = {
     "HEADER_TOO_LARGE": 431,
     "METHOD_UNKNOWN": 501,
     "HTTP_VERSION": 505,
+    "LOOP_DETECTED": 508,
     "OPERATION_NOT_SUPPORTED": 404,
     "LONG_CONTEXT_NOT_SUPPORTED": 400,
     "BUSY": 503,
@@ -105,6 +109,9 @@ _STREAM_ERRORS: Final[Mapping[str, tuple[type[IopError], str]]] = {
     "cancelled": (Unavailable, "The request was called off."),
     "operation_not_supported": (Unsupported, "The provider does not offer this operation."),
     "invalid_request": (InvalidRequest, "The provider cannot be sent this request."),
+    "unsupported_feature": (Unsupported, "The provider does not offer a feature that was asked for."),
+    "model_not_found": (NotFound, "The provider does not know the model."),
+    "loop_detected": (PreconditionFailed, "The request came back to a gateway that it had passed."),
     "queue_full": (Overloaded, "The model's queue is full."),
     "queue_timeout": (Overloaded, "No provider of the model became free in time."),
     "no_capacity": (Unavailable, "No provider of the model is available."),

@@ -116,6 +116,26 @@ class ApiKeys:
         """The time that rates are counted in."""
         return self._now()
 
+    def named(self, name: str) -> Caller:
+        """The caller with the key of this name; one without limits if there is none, as on an open API."""
+        for caller in self._callers:
+            if caller.name == name:
+                return caller
+        return Caller(None, buffered_bytes=0, now=self._now())
+
+    def admit(self, name: str) -> Callable[[], None]:
+        """Count a request of the key of this name in, for surfaces that know their callers otherwise (SF-11).
+
+        Returns:
+            What counts it out.
+
+        Raises:
+            Overloaded: as :meth:`Caller.enter`.
+        """
+        caller = self.named(name)
+        caller.enter(self._now())
+        return caller.leave
+
     def identify(self, head: RequestHead) -> Caller:
         """Who sent this request.
 

@@ -1,0 +1,25 @@
+"""Keys of a run's metadata that IOP itself sets; what else is in it is the caller's and travels untouched (EN-44).
+
+They are plain text in a map that both sides have had from the beginning, so that an older Node ignores them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["OPENENGINE_REQUEST", "PRIORITY", "REQUEST_ID", "VIA"]
+
+OPENENGINE_REQUEST: Final = "iop-openengine-request"
+"""Set to ``1``: the input is a serialised ``openengine.v1.GenerateRequest``, and the deltas are serialised
+``GenerateResponse`` messages, each in base64 and followed by a newline. Nothing that two OpenEngine servers can tell
+each other is lost on the way through an Edge and a Node, and all of it counts against the stream's credit (EN-102).
+"""
+
+REQUEST_ID: Final = "iop-request-id"
+"""The request id that the caller knows; the run id is new for each attempt (EN-118)."""
+
+PRIORITY: Final = "iop-priority"
+"""The priority that the request was dispatched with, in OpenEngine's order: lower first."""
+
+VIA: Final = "iop-via"
+"""The Edges that the request has come through, this one last."""
