@@ -95,12 +95,14 @@ class _Served:
         self._callers: ApiKeyDirectory = api_keys(config.api_keys)
         self._metrics = Metrics()
         self._rpc_metrics = RpcMetrics(self._metrics)
+        instance = secrets.token_hex(8)
         self.edge = Edge(
             snapshot_of(config, revision=keeper.revision, now_unix_s=int(time.time())),
             clock=self._clock,
             codec=AdminStepCodec(),
             new_run_id=_run_ids(),
             tracer=tracer,
+            instance=instance,
         )
         self._core = AdminCore(
             journal=SqlJournal(
@@ -126,7 +128,8 @@ class _Served:
             self.edge.dispatcher,
             find_snapshot=lambda: self.edge.snapshot,
             clock=self._clock,
-            instance_id=secrets.token_hex(8),
+            instance_id=instance,
+            find_report=self.edge.nodes.probed,
         )
 
     def facts(self) -> dict[str, Any]:
@@ -214,6 +217,7 @@ class _Served:
             self._callers,
             grpc_settings(address, tls=self._config.tls.openengine, insecure=self._config.insecure),
             admin_profile_revision=1 if self._config.listen.admin is not None else None,
+            admit=self._admit,
             on_ended=self._rpc_metrics.on_ended,
         )
         with binding("openengine", address):
@@ -306,6 +310,10 @@ class _Served:
         self._keys = self._make_keys(config)
         self._callers.replace(api_keys(config.api_keys).grants)
         self._principals.replace(principal_directory(config.admin).grants)
+
+    def _admit(self, key: str) -> Callable[[], None]:
+        """Count a generation against the limits of its API key, the same that HTTP counts against (SF-11)."""
+        return self._keys.admit(key)
 
     def _make_keys(self, config: EdgeConfig) -> ApiKeys:
         return http_keys(

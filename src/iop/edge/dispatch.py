@@ -14,8 +14,15 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Final, assert_never
 
-from iop.core.errors import Draining, IopError, LocalProtocolError, NotFound, Unavailable
-from iop.core.ids import Generation, NodeId, RequestId, RunId
+from iop.core.errors import (
+    Draining,
+    IopError,
+    LocalProtocolError,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+)
+from iop.core.ids import Generation, NodeId, ProviderId, RequestId, RunId
 from iop.edge.attempt import Attempt
 from iop.edge.calls import (
     PRIORITY_MAX,
@@ -28,6 +35,7 @@ from iop.edge.calls import (
     ProviderKey,
     TunnelCall,
 )
+from iop.edge.chain import has_looped, hop_headers, hop_metadata
 from iop.edge.handle import ConnectionGoneError, DispatchHandle
 from iop.edge.outcomes import UNKNOWN_VERSION, OutcomeBook, RequestRecord
 from iop.edge.pools import (
@@ -72,6 +80,7 @@ class Dispatcher:
         new_run_id: makes a fresh id for each attempt (EN-118).
         weight_version: what a provider is known to serve now.
         tracer: records spans of each request; None: none are (SF-13).
+        instance: this Edge's name among chained ones; empty: it cannot be found in a loop (SF-24).
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class Dispatcher:
         new_run_id: Callable[[], RunId],
         weight_version: Callable[[ProviderKey], str] = lambda _key: UNKNOWN_VERSION,
         tracer: Tracer | None = None,
+        instance: str = "",
     ) -> None:
         self.pools = pools
         self.outcomes = outcomes
@@ -98,6 +108,7 @@ class Dispatcher:
         self._new_run_id = new_run_id
         self._weight_version = weight_version
         self._tracer = tracer
+        self._instance = instance
         self._loop = asyncio.get_running_loop()
         self._live: dict[int, tuple[DispatchHandle, Attempt]] = {}
         self._confirms: dict[int, asyncio.TimerHandle | None] = {}
@@ -163,6 +174,14 @@ class Dispatcher:
             preferred_provider=request.preferred_provider,
             number=self.pools.new_number(),
         )
+        if request.via and has_looped(request.via, self._instance):
+            raise self._reject(
+                record,
+                PreconditionFailed(
+                    "the request came back to a gateway that it had passed, or passed too many",
+                    reason="loop_detected",
+                ),
+            )
         if len(model.members) <= EXPLAINED_CANDIDATES_MAX:
             record.candidates = tuple(self.pools.explain(demand, now=now))
         handle = DispatchHandle(self, request, prepare, record, demand, self._snapshot.limits, now)
@@ -371,7 +390,7 @@ class Dispatcher:
                         operation=call.operation,
                         method=call.method,
                         path=call.path,
-                        headers=tuple(call.headers),
+                        headers=tuple(hop_headers(call.headers, handle.request.via, self._instance)),
                         stream=call.stream,
                         timeout_sec=timeout_sec,
                         metadata=call.metadata,
@@ -389,7 +408,11 @@ class Dispatcher:
                         target=target.target,
                         workspace=target.workspace,
                         input=call.input,
-                        metadata=call.metadata,
+                        metadata=(
+                            hop_metadata(call.metadata, handle.request, self._instance)
+                            if target.adapter_type == "openengine"
+                            else call.metadata
+                        ),
                         session_id=call.session_id,
                         timeout_sec=timeout_sec,
                         stream=call.stream,

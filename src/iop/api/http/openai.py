@@ -35,6 +35,7 @@ from iop.core.clock import Clock
 from iop.core.errors import InvalidRequest, IopError, NotFound, Unsupported
 from iop.core.ids import RequestId
 from iop.edge.calls import DispatchRequest, PrepareCall, Route, RunCall, ServedTarget, TunnelCall
+from iop.edge.chain import VIA_FIELD, read_via
 from iop.edge.dispatch import DispatchHandle
 from iop.edge.snapshot import EdgeSnapshot
 from iop.wire.messages import CancelReason
@@ -46,6 +47,9 @@ PRIORITY_DIGITS_MAX: Final = 4
 
 SESSION_BYTES_MAX: Final = 128
 """Longest ``x-iop-session``; each is remembered for a while."""
+
+
+_VIA_FIELD: Final = VIA_FIELD.encode("ascii")
 
 
 class DispatchPort(Protocol):
@@ -219,6 +223,8 @@ class EdgeHttp:
             session=visit.session,
             caller=visit.caller.name,
         )
+        if via := exchange.head.get_all(_VIA_FIELD):
+            request = replace(request, via=read_via(via))
         if self._dispatch.is_tracing and (trace := trace_of(exchange.head)) is not None:
             request = replace(request, traceparent=trace.traceparent, tracestate=trace.state)
         exchange.run(
