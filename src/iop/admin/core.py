@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 from iop.admin import planner
 from iop.admin.capability import cancellable_kinds
 from iop.admin.crew import CrewTiming, read_back_all
+from iop.admin.desired import OverrideRecord
 from iop.admin.enums import AdminErrorCode, AdminOperationKind, CancelDisposition
 from iop.admin.executor import Executor, ExecutorPorts, ExecutorTiming
 from iop.admin.gates import gates_of
@@ -22,6 +23,7 @@ from iop.admin.journal import Advance, AuditEntry, Journal, KeyClaim
 from iop.admin.judging import judge_changes
 from iop.admin.listing import PAGE_SIZE_MAX, decode_page_token, encode_page_token
 from iop.admin.observers import Announcer, follow
+from iop.admin.overrides import following_file, in_force
 from iop.admin.participant import ParticipantDriver
 from iop.admin.permissions import (
     PERMISSION_OF_KIND,
@@ -209,6 +211,7 @@ class AdminCore:
 
     async def _recover(self, tasks: asyncio.TaskGroup) -> None:
         """Gates first, then unfinished operations, then whoever is connected (AD-26)."""
+        await self._reconciler.follow_file()
         await self._regate()
         snapshot = await self._journal.snapshot()
         for operation_id in sorted(snapshot.running, key=lambda i: snapshot.running[i].spec.ordinal):
@@ -240,12 +243,15 @@ class AdminCore:
             executor.wake()
 
     async def _regate(self) -> None:
-        """Make outer admission follow the journal; the last caller's view wins."""
+        """Make outer admission follow the journal, overrides before gates; the last caller's view wins."""
         async with self._gate_lock:
             snapshot = await self._journal.snapshot()
             participants = self._driver.participants()
+            # A file that was changed counts at once, also before the journal follows it (AD-47).
+            desired = following_file(snapshot.desired, self._driver.file_values()) or snapshot.desired
+            self._driver.apply_overrides(in_force(desired))
             gates = gates_of(
-                snapshot.desired,
+                desired,
                 snapshot.running,
                 participants,
                 unreconciled=self._reconciler.unreconciled(participants),
@@ -579,6 +585,12 @@ class AdminCore:
             limits=self._limits,
             seen=self._reconciler.last_seen,
         )
+
+    async def overrides(self) -> Sequence[OverrideRecord]:
+        """Reconfigured values that hold over the file's as it is now (AD-47). For whoever explains the config."""
+        snapshot = await self._journal.snapshot()
+        desired = following_file(snapshot.desired, self._driver.file_values()) or snapshot.desired
+        return [record for _, record in sorted(desired.overrides.items()) if record.changes]
 
     async def cancel(self, principal: Principal, operation_id: str, *, reason: str) -> CancelResult:
         """Ask to call an operation off (AD-24).

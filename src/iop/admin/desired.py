@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
-from iop.admin.enums import PauseMode, ProfilerKind, ResourceKind, WeightRetention
+from iop.admin.enums import PauseMode, ProfilerKind, ReconfigurableField, ResourceKind, WeightRetention
 from iop.admin.profile import ParticipantInfo
 from iop.admin.requests import AllTargets, ModelTargets, PauseSpec, ServingChange, Target, WeightSource
 from iop.admin.results import ProfileArtifact
@@ -131,11 +131,24 @@ class ProfileRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OverrideRecord:
-    """Serving values of one group that override the file (AD-47)."""
+    """Serving values of one group that override the file (AD-47).
+
+    Attributes:
+        changes: what holds.
+        operation_id: the last operation that changed any of it.
+        file_values: what the config file said when each was set; a field that it has no key for is absent.
+        made_by: the operation that set each field.
+        waiting: fields that the engine takes at its next start.
+        returning: values of the file that hold again, and that the engine is still to be told.
+    """
 
     group_id: GroupId
     changes: tuple[ServingChange, ...]
     operation_id: OperationId
+    file_values: tuple[ServingChange, ...] = ()
+    made_by: Mapping[ReconfigurableField, OperationId] = dataclasses.field(default_factory=dict)
+    waiting: frozenset[ReconfigurableField] = frozenset()
+    returning: tuple[ServingChange, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,7 +165,14 @@ class Executor:
         def move(snapshot: Snapshot, record: OperationRecord) -> Advance | None:
             if record.moves.cancel_requested and not record.moves.committed:
                 return None
-            return settle.completed(snapshot, record, steps, consistent=consistent, now_unix_nanos=now)
+            return settle.completed(
+                snapshot,
+                record,
+                steps,
+                consistent=consistent,
+                now_unix_nanos=now,
+                file_values=self._ports.driver.file_values(),
+            )
 
         await self._ledger.advance(move)
         return self._called_off() if not self._ledger.record.moves.state.is_terminal else None
@@ -181,6 +188,7 @@ class Executor:
             self._ledger.record,
             tuple(self._ledger.steps.values()),
             now_unix_nanos=self._ports.clock.unix_nanos(),
+            file_values=self._ports.driver.file_values(),
         )
         seen = await self._ledger.read_groups(suspects)
         infos = {p.participant_id: p for p in self._ports.driver.participants()}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from iop.admin.enums import AdmissionPolicy, PauseMode
+from iop.admin.overrides import FileValues
 from iop.admin.profile import ParticipantInfo
 from iop.admin.steps import ParticipantReadBack, StepCall, StepProgress, StepResult
 from iop.core.ids import GroupId, ParticipantId
@@ -56,6 +57,21 @@ class ParticipantDriver(Protocol):
         """All configured groups, also those whose participants are not known yet. Cheap, no waiting.
 
         A quarantined group that is not among them has left the configuration, and its quarantine ends (AD-31).
+        """
+        ...
+
+    def file_values(self) -> FileValues:
+        """What the config says now for reconfigurable fields, for every configured group. Cheap, no waiting.
+
+        A group that has no such key maps to nothing; it must not be absent, or its overrides are dropped (AD-47).
+        """
+        ...
+
+    def apply_overrides(self, overrides: FileValues) -> None:
+        """Make what the driver itself enforces (admission slots, enabled or not) so, over the file's values (AD-47).
+
+        The whole of them, each time: what is not named goes by the file again. Engines are told by steps instead.
+        Never blocks. Idempotent.
         """
         ...
 

@@ -13,14 +13,16 @@ from iop.admin.desired import Desired, WeightRecord, covering_pauses, released_k
 from iop.admin.enums import AdmissionPolicy, PauseMode, ResourceKind, WeightRetention
 from iop.admin.goals import Goal
 from iop.admin.intent import rereadable
+from iop.admin.overrides import lacking
 from iop.admin.profile import ParticipantInfo
-from iop.admin.requests import PauseSpec
+from iop.admin.requests import PauseSpec, ServingChange
 from iop.admin.steps import (
     ApplyWeightsStep,
     CommitWeightsStep,
     ParticipantReadBack,
     PauseStep,
     PrepareWeightsStep,
+    ReconfigureStep,
     ReleaseStep,
     RestoreStep,
     ResumeStep,
@@ -82,12 +84,22 @@ def _differs(desired: Desired, member: ParticipantInfo, seen: ParticipantReadBac
             return "what it has released could not be told"
     elif seen.released != should_release:
         return f"released are {sorted(k.name for k in seen.released)}, not {sorted(k.name for k in should_release)}"
+    # Legality forbids reconfiguring what has released memory; it is caught up with after the restore (AD-48).
+    if not should_release and (unserved := lacking(desired, member, seen)):
+        return _words(unserved[0], seen)
     if ResourceKind.WEIGHTS in should_release:
         return ""
     for weights in _published(desired, member):
         if not _has_weights(weights, member, seen):
             return f"it serves weight version {seen.weight_version!r}, not {weights.version!r}"
     return ""
+
+
+def _words(change: ServingChange, seen: ParticipantReadBack) -> str:
+    effective = dict(seen.serving)
+    if change.field not in effective:
+        return f"{change.field.name} could not be told"
+    return f"{change.field.name} is {effective[change.field]!r}, not {change.value!r}"
 
 
 def _published(desired: Desired, member: ParticipantInfo) -> list[WeightRecord]:
@@ -127,6 +139,8 @@ def remedy_for(
         steps.append(RemedyStep(body=PauseStep(pause=spec), goal=Goal.PAUSED))
     if restore:
         steps.append(_restore(desired, members, restore))
+    if reconfigure := _reconfigure(desired, members, seen):
+        steps.append(reconfigure)
     if stale is not None:
         steps.extend(_reload(stale))
     if release:
@@ -151,6 +165,21 @@ def _stale_weights(
             if not _has_weights(weights, member, seen[member.participant_id]):
                 return weights
     return None
+
+
+def _reconfigure(
+    desired: Desired, members: Sequence[ParticipantInfo], seen: Mapping[ParticipantId, ParticipantReadBack]
+) -> RemedyStep | None:
+    """Tell a group the overrides that it does not serve (AD-47), unless it holds memory back by right."""
+    lacked = {
+        c.field: c
+        for m in members
+        if not (seen[m.participant_id].released or frozenset()) & released_kinds(desired, m.participant_id)
+        for c in lacking(desired, m, seen[m.participant_id])
+    }
+    if not lacked:
+        return None
+    return RemedyStep(body=ReconfigureStep(changes=tuple(lacked.values())), goal=Goal.RECONFIGURED)
 
 
 def _resource_changes(

@@ -22,11 +22,13 @@ from iop.admin.desired import (
     without_item,
 )
 from iop.admin.enums import AdminErrorCode, ParticipantPhase
+from iop.admin.goals import Goal
 from iop.admin.journal import Journal, Snapshot
+from iop.admin.overrides import following_file, returned, stale_values
 from iop.admin.participant import ParticipantDriver
 from iop.admin.profile import ParticipantInfo
-from iop.admin.reconcile import Remedy, remedy_for
-from iop.admin.steps import CommitWeightsStep, ParticipantReadBack, Step, StepCall
+from iop.admin.reconcile import Remedy, RemedyStep, remedy_for
+from iop.admin.steps import CommitWeightsStep, ParticipantReadBack, ReconfigureStep, Step, StepCall
 from iop.admin.targets import by_group
 from iop.core.clock import Clock
 from iop.core.errors import IopError
@@ -140,6 +142,7 @@ class Reconciler:
         participants = self._driver.participants()
         self._forget_gone(participants)
         await self._retire_left()
+        await self.follow_file()
         candidates = self._candidates(participants, everybody=everybody)
         fresh = {group: members for group, members in candidates.items() if group not in self._active}
         # Whoever came back is gated before it is asked anything. Always: somebody may have gone and come back between
@@ -159,6 +162,17 @@ class Reconciler:
         if left:
             logger.warning("quarantine.retired groups=%s", ",".join(sorted(left)))
             await self._journal.amend(lambda current: without_groups(current.desired, left))
+
+    async def follow_file(self) -> None:
+        """Drop overrides whose key the config file has changed since, and those of groups that left it (AD-47)."""
+        file_values = self._driver.file_values()
+        snapshot = await self._journal.snapshot()
+        if following_file(snapshot.desired, file_values) is not None:
+            logger.info("overrides.file_changed")
+            desired = await self._journal.amend(lambda current: following_file(current.desired, file_values))
+            for group, record in desired.overrides.items():
+                if record.returning:
+                    self._known.pop(group, None)  # it is looked at now, to be told
 
     def _forget_gone(self, participants: Sequence[ParticipantInfo]) -> None:
         groups = by_group(participants)
@@ -227,6 +241,7 @@ class Reconciler:
                 await self._note_digests(members, remedy)
         was_lifted = await self._lift_if_restarted(group, members, seen)
         self._known[group] = identity
+        await self._return_to_file(group, members)
         return bool(remedy.steps or remedy.incurable or was_lifted)
 
     async def _claim(
@@ -301,6 +316,44 @@ class Reconciler:
         finally:
             self._remedies.pop(group).set()
         return ""
+
+    async def _return_to_file(self, group: GroupId, members: tuple[ParticipantInfo, ...]) -> None:
+        """Tell an engine once what the file says again where an override was dropped (AD-47).
+
+        It binds nobody: before anything was reconfigured the engine served what it was started with, and it may
+        have its reasons to refuse. What the Edge itself admits goes by the file already.
+        """
+        snapshot = await self._journal.snapshot()
+        record = snapshot.desired.overrides.get(group)
+        if record is None or not record.returning or _is_busy(snapshot, group):
+            return
+        told = record.returning
+        stale = stale_values(snapshot.desired, members, self.last_seen)
+        if stale:
+            ordinal = await self._next_ordinal(group)
+            if ordinal is None:
+                return
+            remedy = Remedy(steps=(RemedyStep(body=ReconfigureStep(changes=stale), goal=Goal.RECONFIGURED),))
+            why = await self._remedy(group, members, remedy, ordinal)
+            if why:
+                logger.warning("overrides.file_value_refused group=%s reason=%s", group, why)
+        await self._journal.amend(lambda current: returned(current.desired, group, told))
+
+    async def _next_ordinal(self, group: GroupId) -> int | None:
+        """Claim the group for steps of our own; None when an operation has it."""
+        claimed: list[int] = []
+        now_us = self._clock.unix_nanos() // 1000
+
+        def claim(snapshot: Snapshot) -> Desired | None:
+            claimed.clear()
+            if _is_busy(snapshot, group):
+                return None
+            self._remedies[group] = asyncio.Event()
+            claimed.append(snapshot.desired.next_ordinal(now_us=now_us))
+            return dataclasses.replace(snapshot.desired, last_ordinal=claimed[0])
+
+        await self._journal.amend(claim)
+        return claimed[0] if claimed else None
 
     async def _run_one(self, crew: Crew, call: StepCall, until: float) -> str:
         async with crew:

@@ -10,16 +10,22 @@ from collections.abc import Collection, Mapping, Sequence
 
 from iop.admin.desired import (
     Desired,
-    OverrideRecord,
     ProfileRecord,
     QuarantineRecord,
     WeightRecord,
     with_item,
     without_item,
 )
-from iop.admin.enums import AdminOperationKind, AdminOperationState, ParticipantPhase, ResourceKind
+from iop.admin.enums import (
+    AdminOperationKind,
+    AdminOperationState,
+    ChangeDisposition,
+    ParticipantPhase,
+    ResourceKind,
+)
 from iop.admin.journal import Advance, Snapshot
 from iop.admin.outcome import outcomes_of, result_of, work_of
+from iop.admin.overrides import FileValues, overridden
 from iop.admin.records import OperationRecord, StepRecord
 from iop.admin.requests import (
     ReconfigureServingRequest,
@@ -37,7 +43,7 @@ from iop.admin.results import (
 )
 from iop.admin.revisions import risen
 from iop.admin.states import Input, step
-from iop.admin.steps import PauseStep, VerifyWeightsStep
+from iop.admin.steps import PauseStep, ReconfigureStep, VerifyWeightsStep
 from iop.core.ids import GroupId, ParticipantId
 
 __all__ = [
@@ -117,14 +123,18 @@ def completed(
     *,
     consistent: frozenset[GroupId],
     now_unix_nanos: int,
+    file_values: FileValues,
 ) -> Advance:
     """End in success: every participant committed (AD-30).
 
     Args:
+        file_values: what the config file says now.
         consistent: selected groups that were read back equal to what is desired after it; their quarantine ends
             (AD-31). Resume never opens a quarantine.
     """
-    desired = after_success(snapshot.desired, record, steps, now_unix_nanos=now_unix_nanos)
+    desired = after_success(
+        snapshot.desired, record, steps, now_unix_nanos=now_unix_nanos, file_values=file_values
+    )
     if record.spec.kind is not AdminOperationKind.RESUME:
         desired = _lift(desired, consistent)
     desired = risen(desired)
@@ -148,9 +158,18 @@ def completed(
 
 
 def after_success(
-    desired: Desired, record: OperationRecord, steps: Sequence[StepRecord], *, now_unix_nanos: int
+    desired: Desired,
+    record: OperationRecord,
+    steps: Sequence[StepRecord],
+    *,
+    now_unix_nanos: int,
+    file_values: FileValues,
 ) -> Desired:
-    """The desired state once the operation has reached its goal everywhere."""
+    """The desired state once the operation has reached its goal everywhere.
+
+    Args:
+        file_values: what the config file says now, which reconfigured values are to hold over (AD-47).
+    """
     spec = record.spec
     match spec.kind:
         case AdminOperationKind.PAUSE | AdminOperationKind.RELEASE_RESOURCES:
@@ -175,7 +194,7 @@ def after_success(
         case AdminOperationKind.STOP_PROFILE:
             return _stopped(desired, record, steps)
         case AdminOperationKind.RECONFIGURE_SERVING:
-            return _overridden(desired, record)
+            return _overridden(desired, record, steps, file_values)
         case _:
             return desired
 
@@ -238,18 +257,28 @@ def _stopped(desired: Desired, record: OperationRecord, steps: Sequence[StepReco
     return dataclasses.replace(desired, profiles=with_item(desired.profiles, profile.profile_id, profile))
 
 
-def _overridden(desired: Desired, record: OperationRecord) -> Desired:
+def _overridden(
+    desired: Desired, record: OperationRecord, steps: Sequence[StepRecord], file_values: FileValues
+) -> Desired:
     request = record.spec.request
     assert isinstance(request, ReconfigureServingRequest)
-    overrides = dict(desired.overrides)
-    for group in record.spec.groups:
-        before = overrides.get(group.group_id)
-        merged = {c.field: c for c in (before.changes if before else ())}
-        merged.update({c.field: c for c in request.changes})
-        overrides[group.group_id] = OverrideRecord(
-            group_id=group.group_id, changes=tuple(merged.values()), operation_id=record.operation_id
-        )
-    return dataclasses.replace(desired, overrides=overrides)
+    late = {
+        (o.participant_id, c.field)
+        for o in outcomes_of(record, steps, ReconfigureStep)
+        for c in o.changes
+        if c.disposition is ChangeDisposition.NEEDS_RESTART
+    }
+    return overridden(
+        desired,
+        [g.group_id for g in record.spec.groups],
+        request.changes,
+        operation_id=record.operation_id,
+        waiting={
+            g.group_id: frozenset(field for p, field in late if p in g.participant_ids)
+            for g in record.spec.groups
+        },
+        file_values=file_values,
+    )
 
 
 def _lift(desired: Desired, groups: frozenset[GroupId]) -> Desired:

@@ -240,7 +240,7 @@ class _Served:
                 is_ready=self._is_ready,
                 read_artifact=self.edge.artifacts.read,
                 more_routes=[
-                    *config_routes(self._keeper, self._authenticate),
+                    *config_routes(self._keeper, self._authenticate, find_overrides=self._core.overrides),
                     *session_routes(self.edge.nodes.terminate_session, self._authenticate),
                 ],
             ),

@@ -1,9 +1,9 @@
-"""Routes on the ops listener that plan and apply a config: for ``iop config plan`` and ``iop config apply``."""
+"""Routes on the ops listener that show, plan and apply a config: for ``iop config show``, ``plan`` and ``apply``."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import orjson
@@ -11,9 +11,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from iop.admin.desired import OverrideRecord
 from iop.admin.permissions import Permission, Principal, require
 from iop.api.http.ops import bearer_token, refusal
 from iop.app.edge_reload import ConfigKeeper, ConfigPlan
+from iop.app.overrides import shown_overrides, with_overrides
+from iop.config import EdgeConfig, effective_values
 from iop.core.errors import InvalidRequest, IopError
 
 __all__ = ["config_routes"]
@@ -24,13 +27,20 @@ BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 """Twice the largest config, for JSON's escapes."""
 
 Authenticate = Callable[[str | None], Principal]
+FindOverrides = Callable[[], Awaitable[Sequence[OverrideRecord]]]
 
 
-def config_routes(keeper: ConfigKeeper, authenticate: Authenticate) -> list[Route]:
-    """``POST /config/plan`` and ``POST /config/apply``, for principals that may reconfigure.
+def config_routes(
+    keeper: ConfigKeeper, authenticate: Authenticate, *, find_overrides: FindOverrides
+) -> list[Route]:
+    """``GET /config``, ``POST /config/plan`` and ``POST /config/apply``, for principals that may reconfigure.
 
-    The body is ``{"text": YAML}``. Relative paths and references in it are the Edge's own, as in its file.
+    The body of the latter two is ``{"text": YAML}``. Relative paths and references in it are the Edge's own, as in
+    its file. ``find_overrides`` tells the reconfigured values that hold over the running config's (AD-47).
     """
+
+    async def show(request: Request) -> JSONResponse:
+        return await _guarded(request, _show)
 
     async def plan(request: Request) -> JSONResponse:
         return await _guarded(request, _plan)
@@ -38,24 +48,43 @@ def config_routes(keeper: ConfigKeeper, authenticate: Authenticate) -> list[Rout
     async def apply(request: Request) -> JSONResponse:
         return await _guarded(request, _apply)
 
-    async def _guarded(request: Request, act: Callable[[str, Principal], dict[str, Any]]) -> JSONResponse:
+    async def _guarded(
+        request: Request, act: Callable[[Request, Principal], Awaitable[dict[str, Any]]]
+    ) -> JSONResponse:
         try:
             principal = authenticate(bearer_token(request))
             require(principal, Permission.RECONFIGURE)
-            return JSONResponse(act(await _text(request), principal))
+            return JSONResponse(await act(request, principal))
         except IopError as error:
             return refusal(error)
 
-    def _plan(text: str, _principal: Principal) -> dict[str, Any]:
-        return {"revision": keeper.revision, **_shown(keeper.plan(text))}
+    async def _show(_request: Request, _principal: Principal) -> dict[str, Any]:
+        shown = shown_overrides(await find_overrides(), keeper.loaded.config)
+        rows = with_overrides(effective_values(keeper.loaded), shown)
+        return {
+            "revision": keeper.revision,
+            "values": [{"key": row.key, "value": row.value, "origin": row.origin} for row in rows],
+            "overrides": [one.to_json() for one in shown],
+        }
 
-    def _apply(text: str, principal: Principal) -> dict[str, Any]:
+    async def _plan(request: Request, _principal: Principal) -> dict[str, Any]:
+        planned = keeper.plan(await _text(request))
+        return {"revision": keeper.revision, **_shown(planned), **await _over(planned.loaded.config)}
+
+    async def _apply(request: Request, principal: Principal) -> dict[str, Any]:
+        text = await _text(request)
+        # Told as they are before: afterwards those that this config ends are gone.
+        over = await _over(keeper.plan(text).loaded.config)
         planned = keeper.plan(text)
         revision = keeper.take(planned)
         _log.info("config.applied_by", extra={"principal": principal.name, "config_revision": revision})
-        return {"revision": revision, **_shown(planned), "not_persisted": keeper.persist(text)}
+        return {"revision": revision, **_shown(planned), **over, "not_persisted": keeper.persist(text)}
+
+    async def _over(config: EdgeConfig) -> dict[str, Any]:
+        return {"overrides": [one.to_json() for one in shown_overrides(await find_overrides(), config)]}
 
     return [
+        Route("/config", show, methods=["GET"]),
         Route("/config/plan", plan, methods=["POST"]),
         Route("/config/apply", apply, methods=["POST"]),
     ]

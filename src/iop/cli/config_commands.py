@@ -1,7 +1,9 @@
-"""``iop config``: validate and explain a config file; plan and apply it at a running Edge."""
+"""``iop config``: validate and explain a config file; show, plan and apply the one of a running Edge."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -13,12 +15,21 @@ import typer
 from iop.app.sources import gather
 from iop.cli.output import data, notes, print_json, print_rows
 from iop.cli.targets import find_endpoint
-from iop.config import Loaded, Sources, effective_values, load_edge, load_engine, load_node
+from iop.config import (
+    EffectiveValue,
+    Loaded,
+    Sources,
+    effective_values,
+    load_edge,
+    load_engine,
+    load_node,
+)
+from iop.core.errors import Unavailable
 
 __all__ = ["config_app"]
 
 config_app = typer.Typer(
-    help="Validate and explain a config; plan and apply it at a running Edge.", no_args_is_help=True
+    help="Validate and explain a config; show, plan and apply it at a running Edge.", no_args_is_help=True
 )
 
 REFRESH_LOOKS: Final = 20
@@ -52,7 +63,8 @@ def check(
     """Say whether FILE is valid, and for each value what it is and where it came from.
 
     All problems are listed at once, each with its line, key and fix. Secrets print as ***.
-    Environment variables such as IOP_LISTEN__HTTP count as they would for the process.
+    Environment variables such as IOP_LISTEN__HTTP count as they would for the process. A value that somebody
+    reconfigured stands over the file's until the file changes that key; it is looked up in the store that FILE names.
 
     Example: iop config check edge.yaml
     """
@@ -60,6 +72,9 @@ def check(
     chosen = kind or _guess(file, sources.text)
     loaded = _LOADERS[chosen](sources)
     rows = effective_values(loaded)
+    overrides: list[dict[str, Any]] = []
+    if chosen is not ConfigKind.NODE:
+        rows, overrides = _with_stored_overrides(loaded, rows)
     if as_json:
         print_json(
             {
@@ -67,13 +82,38 @@ def check(
                 "kind": chosen.value,
                 "warnings": list(loaded.warnings),
                 "values": [{"key": row.key, "value": row.value, "origin": row.origin} for row in rows],
+                "overrides": overrides,
             }
         )
         return
     print_rows(("key", "value", "from"), ((row.key, row.value, row.origin) for row in rows), empty="no keys")
+    _print_overrides(overrides)
     for warning in loaded.warnings:
         notes.print(f"warning: {warning}", style="yellow")
     data.print(f"\n{file}: valid {chosen.value} config")
+
+
+def _with_stored_overrides(
+    loaded: Loaded[Any], rows: list[EffectiveValue]
+) -> tuple[list[EffectiveValue], list[dict[str, Any]]]:
+    """The rows and what was reconfigured over them, by the store that the config names."""
+    from iop.app.home import state_dir
+    from iop.app.overrides import shown_overrides, stored_overrides, with_overrides
+
+    try:
+        records = asyncio.run(
+            stored_overrides(
+                loaded.config.store, is_given="store" in loaded.origins, home=state_dir(os.environ)
+            )
+        )
+    except Unavailable as error:
+        notes.print(
+            f"warning: whether values were reconfigured over the file's is not known: {error.message}",
+            style="yellow",
+        )
+        return rows, []
+    shown = shown_overrides(records, loaded.config)
+    return with_overrides(rows, shown), [one.to_json() for one in shown]
 
 
 Target = Annotated[
@@ -89,6 +129,22 @@ Token = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@config_app.command("show")
+def show(as_json: Json = False, target: Target = None, token: Token = None) -> None:
+    """Show the config that the Edge runs: each value and where it came from, a reconfiguration included.
+
+    Example: iop config show
+    """
+    shown = _ops(target, token).show_config()
+    if as_json:
+        print_json(shown)
+        return
+    rows = ((row["key"], row["value"], row["origin"]) for row in shown["values"])
+    print_rows(("key", "value", "from"), rows, empty="no keys")
+    _print_overrides(shown["overrides"])
+    data.print(f"\nrunning as revision {shown['revision']}")
 
 
 @config_app.command("plan")
@@ -170,10 +226,23 @@ def _print_changes(shown: dict[str, Any]) -> None:
             data.print(f"- {change['key']}: {before}")
         else:
             data.print(f"~ {change['key']}: {before} -> {after}")
+    _print_overrides(shown["overrides"])
     for key in shown["needs_restart"]:
         notes.print(f"needs a restart: {key}", style="yellow")
     for warning in shown["warnings"]:
         notes.print(f"warning: {warning}", style="yellow")
+
+
+def _print_overrides(overrides: list[dict[str, Any]]) -> None:
+    """What was reconfigured over the config, and whether it holds over this one."""
+    if not overrides:
+        return
+    data.print("\nreconfigured over the file:")
+    for one in overrides:
+        over = f" over {one['file_value']}" if one["file_value"] else ""
+        holds = f"{one['value']} holds{over}" if one["holds"] else f"{one['value']} ends"
+        note = f" ({one['note']})" if one["note"] else ""
+        data.print(f"  {one['key']}: {holds}{note}, set by {one['operation_id']}")
 
 
 def _guess(file: Path, text: str) -> ConfigKind:

@@ -81,6 +81,10 @@ class OpsClient:
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise Unavailable(f"{target.address} did not send the whole file.", reason="CUT") from error
 
+    def show_config(self) -> dict[str, Any]:
+        """The running config, and the reconfigured values that hold over it (AD-47)."""
+        return self._get("/config", {})
+
     def plan_config(self, text: str) -> dict[str, Any]:
         """What a config would change. Raises ConfigInvalid with every problem."""
         return self._ask("POST", "/config/plan", body={"text": text})

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from iop.config.loader import Loaded
 from iop.config.problems import DEFAULT_ORIGIN, Origin
@@ -24,7 +25,7 @@ class EffectiveValue:
     origin: str
 
 
-def effective_values(loaded: Loaded[object]) -> list[EffectiveValue]:
+def effective_values(loaded: Loaded[Any]) -> list[EffectiveValue]:
     """One row per leaf of the tree, in the tree's order."""
     return [
         EffectiveValue(key=key, value=value, origin=str(_origin(key, loaded.origins)))

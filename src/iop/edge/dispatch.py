@@ -43,6 +43,7 @@ from iop.edge.pools import (
     Granted,
     Lease,
     LeaseKind,
+    Overrides,
     Pools,
     ProviderGate,
     Refusal,
@@ -249,19 +250,9 @@ class Dispatcher:
         self.apply(closed)
         self.apply(self.pools.set_gates([pair for pair in given if pair[1].is_open], now=now))
 
-    def override(
-        self,
-        key: ProviderKey,
-        *,
-        capacity: int | None = None,
-        long_capacity: int | None = None,
-        enabled: bool | None = None,
-    ) -> None:
+    def override(self, key: ProviderKey, overrides: Overrides) -> None:
         """Put reconfigured values over the file's, and let whoever fits now go (AD-47)."""
-        now = self._loop.time()
-        self.apply(
-            self.pools.override(key, capacity=capacity, long_capacity=long_capacity, enabled=enabled, now=now)
-        )
+        self.apply(self.pools.override(key, overrides, now=self._loop.time()))
 
     def apply_snapshot(self, snapshot: EdgeSnapshot) -> None:
         """Take a new configuration; running requests keep the limits they were admitted under (EN-114)."""

@@ -23,14 +23,14 @@ from iop.admin.enums import (
     PauseMode,
     ReconfigurableField,
 )
+from iop.admin.overrides import FileValues
 from iop.admin.participant import AdmissionGate, ProgressSink
 from iop.admin.profile import ParticipantInfo
-from iop.admin.requests import ServingChange
+from iop.admin.requests import ServingValue
 from iop.admin.steps import (
     ParticipantOutcome,
     ParticipantReadBack,
     PauseStep,
-    ReconfigureStep,
     ResumeStep,
     Step,
     StepCall,
@@ -46,7 +46,7 @@ from iop.edge.dispatch import Dispatcher
 from iop.edge.groups import Group, group_id
 from iop.edge.nodes import Nodes
 from iop.edge.outcomes import UNKNOWN_VERSION
-from iop.edge.pools import ProviderGate
+from iop.edge.pools import Overrides, ProviderGate
 from iop.edge.scrub import scrub
 from iop.edge.snapshot import EdgeSnapshot
 from iop.edge.step_words import in_engine_words, in_our_words, same_failure, together
@@ -134,6 +134,7 @@ class Participants:
         self._groups: dict[ProviderKey, Group] = {}
         self._versions = weight_labels
         self._artifacts = artifacts
+        self._overrides: dict[ProviderKey, Overrides] = {}
         self._on_change: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
         self.apply_snapshot(snapshot)
@@ -153,6 +154,8 @@ class Participants:
         }
         for key in self._groups.keys() - wanted:
             del self._groups[key]
+        # The pools drop an override whose key the file changed; what is to hold after that is said anew.
+        self._overrides.clear()
         for key in sorted(wanted - self._groups.keys(), key=str):
             self._groups[key] = Group(key=key)
             if self._nodes.connection_of(key.node) is not None:
@@ -223,6 +226,35 @@ class Participants:
         """All configured providers that can be operated, connected or not."""
         return frozenset(group_id(key) for key in self._groups)
 
+    def file_values(self) -> FileValues:
+        """The keys of each adapter that a reconfigured value stands over (AD-47)."""
+        values: dict[GroupId, Mapping[ReconfigurableField, ServingValue]] = {}
+        for key in self._groups:
+            spec = self._snapshot.nodes[key.node].adapters[key.provider]
+            values[group_id(key)] = {
+                ReconfigurableField.CAPACITY: spec.capacity,
+                ReconfigurableField.LONG_CONTEXT_CAPACITY: spec.long_capacity,
+                ReconfigurableField.ENABLED: spec.enabled,
+            }
+        return values
+
+    def apply_overrides(self, overrides: FileValues) -> None:
+        """What the engines serve by reconfiguration is what the Edge admits (AD-47)."""
+        for key in self._groups:
+            mine = overrides.get(group_id(key), {})
+            capacity = mine.get(ReconfigurableField.CAPACITY)
+            long_capacity = mine.get(ReconfigurableField.LONG_CONTEXT_CAPACITY)
+            enabled = mine.get(ReconfigurableField.ENABLED)
+            wanted = Overrides(
+                capacity=capacity if isinstance(capacity, int) else None,
+                long_capacity=long_capacity if isinstance(long_capacity, int) else None,
+                enabled=enabled if isinstance(enabled, bool) else None,
+            )
+            # Roles, sizes and names are the engine's own business.
+            if self._overrides.get(key) != wanted:
+                self._overrides[key] = wanted
+                self._dispatcher.override(key, wanted)
+
     async def execute(self, call: StepCall, report: ProgressSink) -> StepResult:
         """Carry one step to one provider; see ``ParticipantDriver.execute``."""
         group = self._group(call.group_id)
@@ -237,8 +269,6 @@ class Participants:
         result = await self._send(call, group, report)
         if isinstance(call.body, ResumeStep) and all(o.error is None for o in result.participants):
             self._dispatcher.thaw((group.key,))
-        if isinstance(call.body, ReconfigureStep) and all(o.error is None for o in result.participants):
-            self._override(group.key, call.body.changes)
         self._learn_versions(group, result.participants)
         return replace(result, work=together(before, result.work))
 
@@ -484,19 +514,6 @@ class Participants:
             node=key.node,
             provider=key.provider,
         )
-
-    def _override(self, key: ProviderKey, changes: Iterable[ServingChange]) -> None:
-        """What the engine serves from now on is what the Edge admits from now on (AD-47)."""
-        for change in changes:
-            match change.field, change.value:
-                case ReconfigurableField.ENABLED, bool(enabled):
-                    self._dispatcher.override(key, enabled=enabled)
-                case ReconfigurableField.CAPACITY, int(capacity):
-                    self._dispatcher.override(key, capacity=capacity)
-                case ReconfigurableField.LONG_CONTEXT_CAPACITY, int(capacity):
-                    self._dispatcher.override(key, long_capacity=capacity)
-                case _:
-                    pass  # roles, sizes and names are the engine's own business
 
     def _learn_versions(self, group: Group, outcomes: Iterable[ParticipantOutcome]) -> None:
         for outcome in outcomes:

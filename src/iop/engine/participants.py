@@ -30,6 +30,7 @@ from iop.admin.enums import (
     WeightRetention,
     WeightSourceKind,
 )
+from iop.admin.overrides import FileValues
 from iop.admin.participant import AdmissionGate, ProgressSink
 from iop.admin.profile import Capabilities, ParticipantInfo
 from iop.admin.requests import (
@@ -194,6 +195,13 @@ class RankDriver:
     def groups(self) -> frozenset[GroupId]:
         """The one group that all ranks are."""
         return frozenset({GROUP})
+
+    def file_values(self) -> FileValues:
+        """The slots that the engine was started with (AD-47)."""
+        return {GROUP: {ReconfigurableField.CAPACITY: self._info.slots}}
+
+    def apply_overrides(self, overrides: FileValues) -> None:
+        """Nothing: the ranks are told by steps, before the listeners open."""
 
     async def execute(self, call: StepCall, report: ProgressSink) -> StepResult:  # noqa: ARG002  # steps are short
         """Execute one step on all ranks, or give its remembered answer again (AD-36).

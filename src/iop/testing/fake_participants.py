@@ -33,6 +33,7 @@ from iop.admin.enums import (
     WeightRetention,
     WeightSourceKind,
 )
+from iop.admin.overrides import FileValues
 from iop.admin.participant import AdmissionGate, ProgressSink
 from iop.admin.profile import Capabilities, ParticipantInfo
 from iop.admin.requests import (
@@ -211,6 +212,12 @@ class FakeFleet:
         self.on_call: Callable[[StepCall], None] = lambda _call: None
         self.release_hangs = asyncio.Event()
         self.gate_delay_s = 0.0
+        self.config: dict[GroupId, dict[ReconfigurableField, ServingValue]] = {
+            GroupId(group): {ReconfigurableField.CAPACITY: 8, ReconfigurableField.ENABLED: True}
+            for group in shape
+        }
+        self.overrides: FileValues = {}
+        self.disposition = ChangeDisposition.APPLIED
         self._remembered: dict[tuple[str, int, GroupId], StepResult] = {}
         self._last: dict[ParticipantId, tuple[int, int]] = {}
         for group, count in shape.items():
@@ -276,6 +283,14 @@ class FakeFleet:
     def groups(self) -> frozenset[GroupId]:
         """As the driver port says."""
         return frozenset(r.group_id for r in self.ranks.values())
+
+    def file_values(self) -> FileValues:
+        """As the driver port says; tests write `config`."""
+        return {group: self.config.get(group, {}) for group in self.groups()}
+
+    def apply_overrides(self, overrides: FileValues) -> None:
+        """As the driver port says."""
+        self.overrides = overrides
 
     async def apply_gates(self, gates: Mapping[ParticipantId, AdmissionGate]) -> None:
         """As the driver port says; a change takes `gate_delay_s`."""
@@ -459,7 +474,8 @@ class FakeFleet:
                 )
                 return ParticipantOutcome(participant_id=me, artifacts=(artifact,))
             case JudgeReconfigureStep(changes=changes) | ReconfigureStep(changes=changes):
-                is_real = isinstance(body, ReconfigureStep) and does
+                is_late = self.disposition is ChangeDisposition.NEEDS_RESTART
+                is_real = isinstance(body, ReconfigureStep) and does and not is_late
                 results = []
                 for change in changes:
                     is_rejected = change.field is ReconfigurableField.CAPACITY and change.value == 13
@@ -469,9 +485,7 @@ class FakeFleet:
                         ChangeResult(
                             participant_id=me,
                             field=change.field,
-                            disposition=ChangeDisposition.REJECTED
-                            if is_rejected
-                            else ChangeDisposition.APPLIED,
+                            disposition=ChangeDisposition.REJECTED if is_rejected else self.disposition,
                             detail="13 is bad luck" if is_rejected else "",
                             effective_value=str(rank.serving.get(change.field, "")),
                         )

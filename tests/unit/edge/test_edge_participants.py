@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -15,13 +16,12 @@ from iop.admin.enums import (
 )
 from iop.admin.participant import AdmissionGate
 from iop.admin.profile import Capabilities, ParticipantInfo
-from iop.admin.requests import PauseSpec, ServingChange
+from iop.admin.requests import PauseSpec
 from iop.admin.steps import (
     FlushStep,
     ParticipantOutcome,
     ParticipantReadBack,
     PauseStep,
-    ReconfigureStep,
     ResumeStep,
     StepCall,
     StepResult,
@@ -304,23 +304,37 @@ async def test_keep_freezes_the_edges_clocks_until_the_engine_resumed(fleet):
 
 @pytest.mark.clause("AD-47")
 async def test_what_a_reconfigured_engine_serves_is_what_the_edge_admits(fleet):
-    edge, engine, _ = fleet
-    step = ReconfigureStep(
-        changes=(
-            ServingChange(field=ReconfigurableField.CAPACITY, value=9),
-            ServingChange(field=ReconfigurableField.LONG_CONTEXT_CAPACITY, value=2),
-        )
+    edge, _, _ = fleet
+    driver = edge.participants
+    said = driver.file_values()[GROUP]
+    assert (said[ReconfigurableField.CAPACITY], said[ReconfigurableField.ENABLED]) == (4, True)
+    driver.apply_overrides(
+        {GROUP: {ReconfigurableField.CAPACITY: 9, ReconfigurableField.LONG_CONTEXT_CAPACITY: 2}}
     )
-    await edge.participants.execute(call(step), lambda _: None)
     figures = edge.pools.provider_figures(KEY)
     assert (figures.capacity, figures.long_capacity) == (9, 2)
-    off = ReconfigureStep(changes=(ServingChange(field=ReconfigurableField.ENABLED, value=False),))
-    engine.refusal = "unsupported"
-    await edge.participants.execute(call(off, step=2), lambda _: None)
-    assert edge.pools.provider_figures(KEY).status == "available", "a refused change changes nothing"
-    engine.refusal = ""
-    await edge.participants.execute(call(off, step=3), lambda _: None)
-    assert edge.pools.provider_figures(KEY).status == "disabled"
+    driver.apply_overrides({GROUP: {ReconfigurableField.ENABLED: False}})
+    figures = edge.pools.provider_figures(KEY)
+    assert figures.status == "disabled"
+    driver.apply_overrides({})
+    figures = edge.pools.provider_figures(KEY)
+    assert (figures.status, figures.capacity, figures.long_capacity) == ("available", 4, 0)
+
+
+@pytest.mark.clause("AD-47", "EN-114")
+async def test_a_reload_that_keeps_the_key_keeps_the_override_and_one_that_changes_it_does_not(fleet):
+    edge, _, _ = fleet
+    over = {GROUP: {ReconfigurableField.CAPACITY: 9}}
+    edge.participants.apply_overrides(over)
+    spec = edge.snapshot.nodes[KEY.node].adapters[KEY.provider]
+    for revision, (capacity, expected) in enumerate(((4, 9), (5, 5)), start=2):
+        node = replace(
+            edge.snapshot.nodes[KEY.node], adapters={KEY.provider: replace(spec, capacity=capacity)}
+        )
+        edge.apply_snapshot(replace(edge.snapshot, revision=revision, nodes={KEY.node: node}))
+        assert edge.pools.provider_figures(KEY).capacity == expected
+    edge.participants.apply_overrides(over)
+    assert edge.pools.provider_figures(KEY).capacity == 9, "said anew after a reload, also if it was said before"
 
 
 @pytest.mark.clause("AD-35")

@@ -16,6 +16,7 @@ from iop.edge.pools import (
     Granted,
     Lease,
     LeaseKind,
+    Overrides,
     Pools,
     ProviderGate,
     Refusal,
@@ -509,7 +510,7 @@ def test_waiters_of_a_removed_model_are_refused_and_more_capacity_serves_them():
 def test_a_reconfigured_capacity_holds_until_the_file_changes_that_key():
     pools = one(capacity=1)
     up(pools)
-    pools.override(K1, capacity=3, now=0.0)
+    pools.override(K1, Overrides(capacity=3), now=0.0)
     assert pools.provider_figures(K1).capacity == 3
     same = snapshot_of({"n1/main": adapter_spec("main", capacity=1)}, {"fast": ["n1/main"]}, revision=2)
     pools.apply_snapshot(same, now=1.0)

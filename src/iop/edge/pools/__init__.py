@@ -21,8 +21,10 @@ from iop.edge.pools.model import (
     WaiterId,
     Waiting,
 )
+from iop.edge.pools.provider import NO_OVERRIDES, Overrides
 
 __all__ = [
+    "NO_OVERRIDES",
     "OPEN_GATE",
     "RECONCILE_GATE",
     "Breaker",
@@ -34,6 +36,7 @@ __all__ = [
     "LeaseBook",
     "LeaseKind",
     "ModelFigures",
+    "Overrides",
     "Pools",
     "ProviderFigures",
     "ProviderGate",

@@ -32,7 +32,7 @@ from iop.edge.pools.model import (
     WaiterId,
     Waiting,
 )
-from iop.edge.pools.provider import Provider, opaque_name
+from iop.edge.pools.provider import Overrides, Provider, opaque_name
 from iop.edge.pools.queue import ClassKey, Condition, ModelQueue, WaitClass, Waiter
 from iop.edge.pools.selection import Affinities, Candidate, choose
 from iop.edge.snapshot import EdgeSnapshot, ModelSpec, PoolMember
@@ -234,25 +234,12 @@ class Pools:
                 touched.append(provider)
         return self._settle(touched, now)
 
-    def override(
-        self,
-        key: ProviderKey,
-        *,
-        capacity: int | None = None,
-        long_capacity: int | None = None,
-        enabled: bool | None = None,
-        now: float,
-    ) -> list[Settlement]:
-        """Put reconfigured values over the file's; ``None`` leaves a value as it is (AD-47)."""
+    def override(self, key: ProviderKey, overrides: Overrides, *, now: float) -> list[Settlement]:
+        """Put reconfigured values over the file's; what they do not name goes by the file (AD-47)."""
         provider = self._providers.get(key)
         if provider is None:
             return []
-        if capacity is not None:
-            provider.capacity_override = capacity
-        if long_capacity is not None:
-            provider.long_capacity_override = long_capacity
-        if enabled is not None:
-            provider.enabled_override = enabled
+        provider.overrides = overrides
         return self._settle((provider,), now)
 
     def apply_snapshot(self, snapshot: EdgeSnapshot, *, now: float) -> list[Settlement]:
@@ -633,12 +620,15 @@ class Pools:
                 if key not in before or spec.is_administered != known.spec.is_administered:
                     # Whoever held its gate holds it no more; a gate without a holder would never open (AD-39).
                     known.gate = RECONCILE_GATE if spec.is_administered else OPEN_GATE
-                if spec.capacity != known.spec.capacity:
-                    known.capacity_override = None  # AD-47: an override holds until the file changes that key
-                if spec.long_capacity != known.spec.long_capacity:
-                    known.long_capacity_override = None
-                if spec.enabled != known.spec.enabled:
-                    known.enabled_override = None
+                # AD-47: an override holds until the file changes that key.
+                held = known.overrides
+                known.overrides = Overrides(
+                    capacity=held.capacity if spec.capacity == known.spec.capacity else None,
+                    long_capacity=held.long_capacity
+                    if spec.long_capacity == known.spec.long_capacity
+                    else None,
+                    enabled=held.enabled if spec.enabled == known.spec.enabled else None,
+                )
                 known.spec, known.models, known.is_configured = spec, models, True
                 known.breaker.configure(snapshot.breaker)
         for provider in list(self._providers.values()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Final
 
 from iop.core.ids import Generation, ModelId
 from iop.edge.calls import SIDE_OPERATIONS, SIDE_WORK_MAX, ProviderKey, ways_to
@@ -17,6 +18,18 @@ from iop.edge.snapshot import AdapterSpec
 def opaque_name(key: ProviderKey) -> str:
     """A stable name that tells callers providers apart and nothing else (EN-04, SF-13)."""
     return "p-" + sha256(f"{key.node}\0{key.provider}".encode()).hexdigest()[:10]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """Values that reconfiguration put over the file's; ``None`` goes by the file (AD-47)."""
+
+    capacity: int | None = None
+    long_capacity: int | None = None
+    enabled: bool | None = None
+
+
+NO_OVERRIDES: Final = Overrides()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,26 +54,25 @@ class Provider:
     is_configured: bool = True
     is_started: bool = True
     models: tuple[ModelId, ...] = ()
-    capacity_override: int | None = None
-    long_capacity_override: int | None = None
-    enabled_override: bool | None = None
+    overrides: Overrides = NO_OVERRIDES
     passed_over: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
 
     @property
     def capacity(self) -> int:
         """Configured or reconfigured slots."""
-        return self.spec.capacity if self.capacity_override is None else self.capacity_override
+        return self.spec.capacity if self.overrides.capacity is None else self.overrides.capacity
 
     @property
     def long_capacity(self) -> int:
         """How many of them may be long."""
-        own = self.spec.long_capacity if self.long_capacity_override is None else self.long_capacity_override
+        put = self.overrides.long_capacity
+        own = self.spec.long_capacity if put is None else put
         return min(own, self.capacity)
 
     @property
     def is_enabled(self) -> bool:
         """Whether the config, or who reconfigured it, wants it used."""
-        wanted = self.spec.enabled if self.enabled_override is None else self.enabled_override
+        wanted = self.spec.enabled if self.overrides.enabled is None else self.overrides.enabled
         return self.is_configured and wanted
 
     @property
