@@ -18,6 +18,7 @@ STRICT ?=
 SEEDS ?= 10000
 ADMIN_SEEDS ?= 1000
 SEED ?=
+EXAMPLES ?= 200
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?= frames packets edge node
 SIM := $(PYTEST) -p no:randomly -p no:cacheprovider --timeout 3600
@@ -25,7 +26,7 @@ SIM := $(PYTEST) -p no:randomly -p no:cacheprovider --timeout 3600
 RUNTIME := $(VENV)/.iop-runtime
 DEV := $(VENV)/.iop-dev
 
-.PHONY: help setup run test test-slow engines-test lint types fmt clauses conformance check bench scale admin-load crash proto proto-check docs sim sim-admin sim-planted fuzz lock clean
+.PHONY: help setup run test test-slow engines-test api-fuzz lint types fmt clauses conformance check bench scale admin-load crash proto proto-check docs sim sim-admin sim-planted fuzz lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(lastword $(MAKEFILE_LIST)) | sort | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,6 +72,9 @@ clauses: $(DEV)  ## a line per clause of the contract: tested (in the last run) 
 check:  ## what CI runs
 	@bash .ci/run
 
+api-fuzz: $(DEV)  ## schemathesis against the OpenAPI description, on each kind of provider (EXAMPLES=200 for each operation)
+	IOP_API_EXAMPLES=$(EXAMPLES) $(PYTEST) tests/integration/api_http/test_http_description.py $(ARGS)
+
 conformance: $(DEV)  ## our servers, with every hook, and the wrong servers under the conformance suite (minutes)
 	$(PYTEST) tests/unit/conformance tests/integration/conformance tests/e2e/test_e2e_conformance.py --timeout 1200 $(ARGS)
 
@@ -96,6 +100,7 @@ docs: $(DEV)  ## build the documentation site into site/
 	$(BIN)/python tools/gen_settings.py
 	$(BIN)/python tools/gen_cli.py
 	$(BIN)/python tools/gen_adapters.py
+	$(BIN)/python tools/gen_openapi.py
 	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/python -m pip install --quiet --require-hashes -r requirements/docs.txt
 	$(BIN)/python -m mkdocs build --strict
 

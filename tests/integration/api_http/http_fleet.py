@@ -176,12 +176,13 @@ async def fleet_of(
     operations: frozenset[str] | None = None,
     endpoint: str | None = None,
     tracer: Tracer | None = None,
+    bound_s: float = 60.0,
     **model: object,
 ) -> AsyncIterator[HttpFleet]:
     limits = limits or HttpLimits()
     numbers = itertools.count(1)
     clock = SystemClock()
-    async with asyncio.timeout(60), StubEngine() as stub:
+    async with asyncio.timeout(bound_s), StubEngine() as stub:
         config = snapshot(
             endpoint or stub.endpoint,
             capacity=capacity,

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import orjson
 
+from iop import __version__
 from iop.api.http.convert.hook import Conversion
 from iop.api.http.convert.plan import RUN_OPERATIONS, conversion_for, plan_request
 from iop.api.http.convert.writers import AnswerTerms
@@ -27,6 +28,7 @@ from iop.api.http.keys import ApiKeys, Caller
 from iop.api.http.limits import ByteBudget, HttpLimits
 from iop.api.http.metrics import SurfaceFigures
 from iop.api.http.models import list_models, model_entry
+from iop.api.http.openapi import DESCRIPTION_PATH, describe
 from iop.api.http.relay import CountRelay, Relay
 from iop.api.http.routing import Routes
 from iop.api.http.runs import RunRelay
@@ -162,6 +164,7 @@ class EdgeHttp:
         self._routes: Routes[_Operation | Callable[[Exchange, _Visit], None]] = Routes(
             {
                 (b"GET", b"/v1/models"): self._list_models,
+                (b"GET", DESCRIPTION_PATH.encode()): self._describe,
                 **{(b"POST", operation.path.encode("ascii")): operation for operation in _OPERATIONS},
             },
             prefix=(b"/v1/models/", self._one_model),
@@ -410,6 +413,10 @@ class EdgeHttp:
 
     def _one_model(self, exchange: Exchange, visit: _Visit) -> None:
         self._answer(exchange, visit, model_entry(self._find_snapshot(), visit.rest, may_use=_may_use(visit)))
+
+    def _describe(self, exchange: Exchange, visit: _Visit) -> None:
+        assert visit.caller is not None, "a request is admitted before it is answered"
+        self._answer(exchange, visit, describe(__version__, needs_key=visit.caller.spec is not None))
 
     def _answer(self, exchange: Exchange, visit: _Visit, value: object, *more: tuple[bytes, bytes]) -> None:
         self._count(exchange, visit, 200)
