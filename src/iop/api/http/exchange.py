@@ -15,13 +15,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from iop.api.http.head import RequestHead
-from iop.api.http.limits import ByteBudget
-from iop.core.errors import IopError
+from iop.api.http.limits import MADE_BYTES_FREE, ByteBudget
+from iop.core.errors import IopError, Unavailable
 
 if TYPE_CHECKING:
     from iop.api.http.protocol import HttpConnection
 
-__all__ = ["Exchange", "HttpHandler"]
+__all__ = ["Exchange", "HttpHandler", "no_room"]
 
 _STATUS_LINES: Final = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode("ascii"))
@@ -29,6 +29,13 @@ _STATUS_LINES: Final = {
 }
 _BAD_VALUE: Final = re.compile(rb"[\x00\r\n]")
 _BODILESS: Final = frozenset({204, 304})
+
+
+def no_room() -> Unavailable:
+    """The budget of request bytes is exhausted (SF-12)."""
+    return Unavailable(
+        "Too many request bytes are held at the moment.", reason="OVERLOADED", retry_after_s=1.0
+    )
 
 
 class HttpHandler(Protocol):
@@ -72,6 +79,7 @@ class Exchange:
         "_budgets",
         "_chunked",
         "_connection",
+        "_made",
         "_on_deadline",
         "_on_done",
         "_on_gone",
@@ -107,6 +115,7 @@ class Exchange:
         self.trailers: Callable[[], Sequence[tuple[bytes, bytes]]] | None = None
         self._budgets: tuple[ByteBudget, ...] = ()
         self._reserved = 0
+        self._made = 0
         self._chunked = False
         self._silent = False
         self._remaining: int | None = None
@@ -118,7 +127,8 @@ class Exchange:
     # ---- the request ----
 
     def accept_body(self, *, limit_bytes: int, budgets: tuple[ByteBudget, ...]) -> None:
-        """Set what this request's body may weigh and whose budgets hold it; only inside ``on_head``.
+        """Set what this request's body may weigh and whose budgets hold it, the listener's first; only inside
+        ``on_head``.
 
         The bytes stay reserved until ``release_body`` or the end of the exchange.
         """
@@ -135,6 +145,21 @@ class Exchange:
         self._reserved += size_bytes
         return True
 
+    def hold_made(self, size_bytes: int) -> None:
+        """Count what was made of the body and is held beside it, in place of what was made before (SF-12).
+
+        It counts in total, not for the caller's key: one largest body must always fit there. What is
+        smaller than ``MADE_BYTES_FREE`` counts as overhead.
+
+        Raises:
+            Unavailable: the budget is exhausted.
+        """
+        more = max(0, size_bytes - MADE_BYTES_FREE) - self._made
+        if more > 0 and self._budgets:
+            if not self._budgets[0].reserve(more):
+                raise no_room()
+            self._made += more
+
     @property
     def reserved_bytes(self) -> int:
         """Budget this exchange holds."""
@@ -143,6 +168,9 @@ class Exchange:
     def release_body(self) -> None:
         """Say that the body's bytes are no longer held; idempotent."""
         size, self._reserved = self._reserved, 0
+        if self._made:
+            self._budgets[0].release(self._made)
+            self._made = 0
         if size:
             for budget in self._budgets:
                 budget.release(size)

@@ -40,6 +40,9 @@ connection.
 RESERVE_STEP_BYTES: Final = 64 * KIB
 """How much budget a body of undeclared length takes at a time."""
 
+MADE_BYTES_FREE: Final = 64 * KIB
+"""What may be made of one body, as by a conversion, and be held beside it without being counted."""
+
 HEAD_TIMEOUT_S: Final = 30.0
 """From the first byte of a request to the end of its header; what a trickling client can hold a connection
 open for.

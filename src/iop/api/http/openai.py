@@ -16,6 +16,8 @@ import msgspec
 import orjson
 
 from iop import __version__
+from iop.api.http.bulk import BULK_BYTES
+from iop.api.http.bulk_lane import BulkLane
 from iop.api.http.convert.hook import Conversion
 from iop.api.http.convert.plan import RUN_OPERATIONS, conversion_for, plan_request
 from iop.api.http.convert.writers import AnswerTerms
@@ -160,6 +162,7 @@ class EdgeHttp:
         self._clock = clock
         self._make_id = make_id
         self._budget = ByteBudget(limits.buffered_bytes)
+        self._lane = BulkLane()
         self.figures = SurfaceFigures()
         self._routes: Routes[_Operation | Callable[[Exchange, _Visit], None]] = Routes(
             {
@@ -203,7 +206,19 @@ class EdgeHttp:
         if not isinstance(route, _Operation):
             route(exchange, visit)
             return
+        size = len(body[0]) if len(body) == 1 else sum(map(len, body))
+        if size > BULK_BYTES:
+            exchange.run(self._serve_bulk(exchange, visit, route, body), name="http-bulk", is_eager=True)
+            return
         fields = read_fields(body[0] if len(body) == 1 else b"".join(body), depth_max=self._limits.json_depth)
+        request = self._request_of(exchange, visit, route, fields)
+        exchange.run(
+            self._serve(exchange, visit, route, fields, request), name="http-dispatch", is_eager=True
+        )
+
+    def _request_of(
+        self, exchange: Exchange, visit: _Visit, operation: _Operation, fields: RequestFields
+    ) -> DispatchRequest:
         visit.model = fields.model
         snapshot = self._find_snapshot()
         model = snapshot.find_model(fields.model)
@@ -218,7 +233,7 @@ class EdgeHttp:
         request = DispatchRequest(
             request_id=RequestId(visit.request_id),
             model=fields.model,
-            operation=route.name,
+            operation=operation.name,
             estimated_prompt_tokens=estimate_tokens(
                 fields, threshold=model.long_context_tokens, bytes_per_token=snapshot.chars_per_token
             ),
@@ -230,9 +245,7 @@ class EdgeHttp:
             request = replace(request, via=read_via(via))
         if self._dispatch.is_tracing and (trace := trace_of(exchange.head)) is not None:
             request = replace(request, traceparent=trace.traceparent, tracestate=trace.state)
-        exchange.run(
-            self._serve(exchange, visit, route, fields, request), name="http-dispatch", is_eager=True
-        )
+        return request
 
     def on_error(self, exchange: Exchange, error: IopError) -> None:
         """Answer in the caller's dialect, and say that it was us (SF-06, SF-09)."""
@@ -251,6 +264,16 @@ class EdgeHttp:
         exchange.respond(status, headers, error_body(error, visit.dialect, visit.request_id))
 
     # ---- generating routes ----
+
+    async def _serve_bulk(
+        self, exchange: Exchange, visit: _Visit, operation: _Operation, body: Sequence[bytes]
+    ) -> None:
+        """Read a large body beside everything else, then go on as with any."""
+        fields = await self._lane.read(body, depth_max=self._limits.json_depth)
+        exchange.hold_made(len(fields.body))
+        await self._serve(
+            exchange, visit, operation, fields, self._request_of(exchange, visit, operation, fields)
+        )
 
     async def _serve(
         self,
@@ -309,15 +332,17 @@ class EdgeHttp:
         fields: RequestFields = visit.fields
         model = self._find_snapshot().find_model(fields.model)
         shown = visit.model if target.response_model == "alias" else None
+        plan = plan_request(
+            operation.name,
+            other,
+            fields,
+            model=target.target,
+            allowed=frozenset() if model is None else model.conversion_drops,
+        )
+        exchange.hold_made(plan.made_bytes)
         conversion = Conversion(
             exchange,
-            plan_request(
-                operation.name,
-                other,
-                fields.body,
-                model=target.target,
-                allowed=frozenset() if model is None else model.conversion_drops,
-            ),
+            plan,
             terms=AnswerTerms(
                 request_id=visit.request_id,
                 created=self._clock.unix_nanos() // 1_000_000_000,
@@ -499,19 +524,7 @@ def _choices(operation: _Operation, fields: RequestFields) -> int:
     if operation.dialect not in (Dialect.CHAT, Dialect.COMPLETIONS):
         return 1
     alternatives = max(1, fields.integer("n", 1))
-    prompt = fields.raw.get("prompt") if operation.dialect is Dialect.COMPLETIONS else None
-    if prompt is not None and bytes(prompt)[:1] == b"[":
-        alternatives *= _prompts(bytes(prompt))
-    return alternatives
-
-
-def _prompts(raw: bytes) -> int:
-    """How many prompts a list stands for: texts or lists of ids each are one, a list of ids is one."""
-    try:
-        items = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        return 1
-    return 1 if not items or isinstance(items[0], int) else len(items)
+    return alternatives * fields.prompts if operation.dialect is Dialect.COMPLETIONS else alternatives
 
 
 def _priority(exchange: Exchange, caller: Caller) -> int:

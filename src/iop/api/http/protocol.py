@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import httptools
 
-from iop.api.http.exchange import Exchange
+from iop.api.http.exchange import Exchange, no_room
 from iop.api.http.head import NO_HEAD, HeaderList, read_head
 from iop.api.http.limits import (
     BACKLOG_BYTES_MAX,
@@ -303,7 +303,7 @@ class HttpConnection(asyncio.Protocol):
                 if size > exchange.body_limit:
                     raise _too_large(exchange.body_limit)
                 if not exchange.reserve_body(size):
-                    raise _no_room()
+                    raise no_room()
             self._handler.on_request(exchange, body)
         except IopError as error:
             self._fail(exchange, error)
@@ -431,7 +431,7 @@ class HttpConnection(asyncio.Protocol):
         if length > exchange.body_limit:
             raise _too_large(exchange.body_limit)
         if length and not exchange.reserve_body(length):
-            raise _no_room()
+            raise no_room()
         if head.expects_continue and head.version == "1.1" and (length or head.is_chunked):
             self.write(_CONTINUE)
 
@@ -446,7 +446,7 @@ class HttpConnection(asyncio.Protocol):
         if self._body_bytes > exchange.reserved_bytes and not self._is_deferred:
             step = max(RESERVE_STEP_BYTES, self._body_bytes - exchange.reserved_bytes)
             if not exchange.reserve_body(step):
-                raise _no_room()
+                raise no_room()
         self._body.append(data)
 
     def on_message_complete(self) -> None:
@@ -560,10 +560,4 @@ def _too_large(limit_bytes: int) -> InvalidRequest:
         f"The request's body is larger than {limit_bytes} bytes.",
         reason="BODY_TOO_LARGE",
         details={"limit_bytes": str(limit_bytes)},
-    )
-
-
-def _no_room() -> Unavailable:
-    return Unavailable(
-        "Too many request bytes are held at the moment.", reason="OVERLOADED", retry_after_s=1.0
     )

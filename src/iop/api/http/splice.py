@@ -15,10 +15,24 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
+import orjson
 
 from iop.core.errors import InvalidRequest
 
-__all__ = ["JsonWatch", "RequestFields", "exceeds_depth", "find_value", "read_fields"]
+__all__ = [
+    "BRACKETS_MAX",
+    "JsonWatch",
+    "RequestFields",
+    "brackets_of",
+    "decode_object",
+    "exceeds_depth",
+    "find_value",
+    "is_true",
+    "model_of",
+    "read_fields",
+    "repeated",
+    "too_deep",
+]
 
 BRACKETS_MAX: Final = 1_000_000
 """Objects and lists in one body. Checking the depth of more would hold up the loop for over a tenth of a
@@ -62,6 +76,28 @@ class RequestFields:
             return [self.body]
         return [self.body[:start] + value, self.body[end:]]
 
+    @property
+    def size(self) -> int:
+        """Bytes of the caller's body."""
+        return len(self.body)
+
+    @property
+    def text_bytes(self) -> int | None:
+        """UTF-8 bytes of the prompt's text, where they were counted as the body was read."""
+        return None
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts ``prompt`` stands for: texts or lists of ids each are one, a list of ids is one."""
+        raw = self.raw.get("prompt")
+        if raw is None or bytes(raw)[:1] != b"[":
+            return 1
+        try:
+            items = orjson.loads(memoryview(raw))
+        except orjson.JSONDecodeError:
+            return 1
+        return 1 if not items or isinstance(items[0], int) else len(items)
+
     def integer(self, name: str, default: int) -> int:
         """A top-level integer that fits 64 bits, else ``default``; the provider judges what it makes of
         others.
@@ -82,16 +118,32 @@ def read_fields(body: bytes, *, depth_max: int) -> RequestFields:
     Raises:
         InvalidRequest: not a JSON object, nested too deeply, a repeated key, or no model; the field is named.
     """
+    raw = decode_object(body, depth_max)
+    if exceeds_depth(body, depth_max):
+        raise too_deep(depth_max)
+    return RequestFields(
+        body=body,
+        model=model_of(raw),
+        model_span=find_value(body, raw, "model"),
+        is_stream=is_true(raw.get("stream")),
+        raw=raw,
+    )
+
+
+def decode_object(body: bytes, depth_max: int) -> dict[str, msgspec.Raw]:
+    """Cut a JSON object into its members, all of which are checked. Raises as :func:`read_fields`."""
     try:
-        raw = _DECODER.decode(body)
+        return _DECODER.decode(body)
     except msgspec.ValidationError:
         raise InvalidRequest("The body must be a JSON object.", reason="INVALID_JSON") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}.", reason="INVALID_JSON") from None
     except RecursionError:
-        raise _too_deep(depth_max) from None
-    if exceeds_depth(body, depth_max):
-        raise _too_deep(depth_max)
+        raise too_deep(depth_max) from None
+
+
+def model_of(raw: Mapping[str, msgspec.Raw]) -> str:
+    """The model as the caller named it. Raises InvalidRequest for none, and for what cannot be one."""
     value = raw.get("model")
     if value is None:
         raise _bad_model("is missing; name one of those that `GET /v1/models` lists")
@@ -101,14 +153,12 @@ def read_fields(body: bytes, *, depth_max: int) -> RequestFields:
         raise _bad_model("must be a string") from None
     if not model or len(value) > MODEL_NAME_BYTES_MAX:
         raise _bad_model(f"must be a string of 1 to {MODEL_NAME_BYTES_MAX} bytes")
-    stream = raw.get("stream")
-    return RequestFields(
-        body=body,
-        model=model,
-        model_span=find_value(body, raw, "model"),
-        is_stream=stream is not None and bytes(stream) == b"true",
-        raw=raw,
-    )
+    return model
+
+
+def is_true(value: msgspec.Raw | None) -> bool:
+    """Whether a member is literally true."""
+    return value is not None and bytes(value) == b"true"
 
 
 def find_value(body: bytes, raw: Mapping[str, msgspec.Raw], wanted: str) -> tuple[int, int]:
@@ -130,12 +180,12 @@ def find_value(body: bytes, raw: Mapping[str, msgspec.Raw], wanted: str) -> tupl
         start = key.end()
         end = start + len(value)
         if not body.startswith(memoryview(value), start):  # compared in place: a picture may be 32 MiB
-            raise _repeated()
+            raise repeated()
         if name == wanted:
             span = (start, end)
         mark = _NEXT.match(body, end)
         if mark is None or (mark[1] == b"}") != (number == last):
-            raise _repeated()
+            raise repeated()
         position = mark.end()
     return span
 
@@ -148,7 +198,7 @@ def exceeds_depth(body: bytes, depth_max: int) -> bool:
     """
     if body.count(b"{") + body.count(b"[") <= depth_max:
         return False
-    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
+    brackets = brackets_of(body)
     if len(brackets) > 2 * BRACKETS_MAX:
         return True
     brackets = brackets.replace(b"[", b"{").replace(b"]", b"}")
@@ -157,6 +207,11 @@ def exceeds_depth(body: bytes, depth_max: int) -> bool:
             return False
         brackets = brackets.replace(b"{}", b"")
     return bool(brackets)
+
+
+def brackets_of(text: bytes) -> bytes:
+    """The brackets of JSON that stand in no string; all strings in ``text`` are whole."""
+    return _STRING.sub(b"", text).translate(None, _NO_BRACKETS)
 
 
 class JsonWatch:
@@ -192,7 +247,8 @@ class JsonWatch:
             self._is_begun = True
 
 
-def _repeated() -> InvalidRequest:
+def repeated() -> InvalidRequest:
+    """A top-level key came again: two readers could pick different values (P-15)."""
     return InvalidRequest("The body repeats a key; send each key once.", reason="DUPLICATE_KEY")
 
 
@@ -200,5 +256,6 @@ def _bad_model(rule: str) -> InvalidRequest:
     return InvalidRequest(f"`model` {rule}.", details={"field": "model"})
 
 
-def _too_deep(depth_max: int) -> InvalidRequest:
+def too_deep(depth_max: int) -> InvalidRequest:
+    """It nests deeper than is allowed, or has too many brackets to tell quickly."""
     return InvalidRequest(f"The body nests deeper than {depth_max} levels.", reason="JSON_TOO_DEEP")

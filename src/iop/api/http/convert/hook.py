@@ -90,7 +90,7 @@ class Conversion:
             method="POST",
             path=PATHS[plan.operation],
             headers=headers,
-            body=[plan.body],
+            body=plan.parts,
             stream=plan.is_stream,
             sink=self._relay,
             session_id=session_id,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Final
 
+from iop.api.http.bulk import CONVERTED_BYTES_MAX, BulkFields
 from iop.api.http.convert.answers import AnswerConverter
 from iop.api.http.convert.chat_to_messages import chat_to_messages
 from iop.api.http.convert.losses import Losses
@@ -18,6 +19,7 @@ from iop.api.http.convert.responses_to_chat import response_echo, responses_to_c
 from iop.api.http.convert.responses_writer import ResponsesWriter
 from iop.api.http.convert.writers import AnswerTerms, ChatWriter, Writer
 from iop.api.http.errors import Dialect
+from iop.api.http.splice import RequestFields
 from iop.core.errors import InvalidRequest
 from iop.edge.calls import CONVERSIONS
 
@@ -48,7 +50,8 @@ class Plan:
     Attributes:
         operation: what the provider is asked.
         dialect: its dialect.
-        body: the request in it, the model's name included.
+        parts: the request in it, the model's name included; what was long in the caller's is not copied.
+        made_bytes: what was made for it and is held besides the caller's bytes.
         dropped: fields that were let go.
         echo: what the answer repeats of the caller's request.
         has_usage: whether the caller asked for a usage chunk.
@@ -57,12 +60,18 @@ class Plan:
     source: str
     operation: str
     dialect: Dialect
-    body: bytes
+    parts: Sequence[bytes]
+    made_bytes: int
     has_tools: bool
     is_stream: bool
     dropped: tuple[str, ...]
     echo: Mapping[str, Any]
     has_usage: bool
+
+    @property
+    def body(self) -> bytes:
+        """The request in one piece."""
+        return b"".join(self.parts)
 
     def converter(self, terms: AnswerTerms) -> AnswerConverter:
         """What turns the provider's answer into the caller's dialect."""
@@ -80,22 +89,41 @@ def conversion_for(operation: str, offered: AbstractSet[str]) -> str | None:
 
 
 def plan_request(
-    source: str, target: str, raw: bytes, *, model: str, allowed: frozenset[str] = frozenset()
+    source: str,
+    target: str,
+    fields: RequestFields | bytes,
+    *,
+    model: str,
+    allowed: frozenset[str] = frozenset(),
 ) -> Plan:
     """Convert a request body.
 
     Args:
         source: the caller's operation.
         target: the provider's, one of ``CONVERSIONS[source]``.
-        raw: the caller's body; a valid JSON object.
+        fields: the caller's body; a valid JSON object.
         model: the provider's name for the model.
         allowed: fields that may be let go.
 
     Raises:
         InvalidRequest: something in it cannot be said there; the field is named.
     """
+    raw = fields if isinstance(fields, bytes) else fields.body
+    strings = fields.strings if isinstance(fields, BulkFields) else None
+    if not raw:
+        raise InvalidRequest(
+            f"To be converted for a provider that does not offer {source}, a body may have "
+            f"{CONVERTED_BYTES_MAX} bytes besides its long strings.",
+            reason="BODY_TOO_LARGE",
+            details={"limit_bytes": str(CONVERTED_BYTES_MAX)},
+        )
     # The plain decoder keeps integers of any size; numbers of schemas and vendor fields stay what they are.
-    body = json.loads(raw)
+    try:
+        body = json.loads(raw)
+    except UnicodeDecodeError:
+        raise InvalidRequest("The body is not valid UTF-8.", reason="INVALID_JSON") from None
+    if strings is not None:
+        body = strings.restore(body, "arguments")  # JSON within JSON is looked into
     options = body.get("stream_options")
     has_usage = isinstance(options, dict) and options.get("include_usage") is True
     losses = Losses(_NAMES[target], allowed)
@@ -110,15 +138,18 @@ def plan_request(
     except RecursionError:
         raise InvalidRequest("The body nests too deeply to be converted.", reason="JSON_TOO_DEEP") from None
     made["model"] = model
+    text = _encode(made)
+    echo = response_echo(body) if source == "responses" else {}
     return Plan(
         source=source,
         operation=target,
         dialect=_DIALECTS[target],
-        body=_encode(made),
+        parts=[text] if strings is None else strings.expand(text),
+        made_bytes=len(text) + (0 if strings is None else len(raw)),
         has_tools="tools" in made,
         is_stream=made.get("stream") is True,
         dropped=tuple(losses.dropped),
-        echo=response_echo(body) if source == "responses" else {},
+        echo=echo if strings is None else strings.restore(echo),
         has_usage=has_usage,
     )
 
