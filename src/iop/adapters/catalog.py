@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from iop.adapters.native_control import Offer
+from iop.adapters.gate_control import GATE_OFFERS, Offer
+from iop.adapters.ollama_control import OllamaControl
 from iop.adapters.registry import NATIVE_CONTROLS, adapter_types
 from iop.admin.enums import AdminOperationKind
 
 _RUNS: Final = frozenset({"cli", "ollama", "openengine"})
-_OPENENGINE: Final = frozenset({"openengine", "openai_compat"})
+_ADMIN_BY_CONFIG: Final = frozenset({"openengine", "openai_compat"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +20,8 @@ class Kind:
 
     Attributes:
         work: `tunnels` or `runs`.
-        offers: admin operations over the engine's own routes, each subject to what is found there.
-        note: about admin where there are no such routes.
+        offers: admin operations over the engine's own routes or the Node's gate, each subject to what is found.
+        note: what else there is where the config says so.
     """
 
     type: str
@@ -35,12 +36,17 @@ def kinds() -> tuple[Kind, ...]:
 
 
 def _kind(name: str) -> Kind:
-    work = "runs" if name in _RUNS else "tunnels"
+    note = "what its OpenEngineAdmin advertises, where `admin` names one" if name in _ADMIN_BY_CONFIG else ""
+    return Kind(type=name, work="runs" if name in _RUNS else "tunnels", offers=_offers_of(name), note=note)
+
+
+def _offers_of(name: str) -> tuple[Offer, ...]:
+    if name == "openengine":
+        return ()
+    if name == "ollama":
+        return OllamaControl.OFFERS
     control = NATIVE_CONTROLS.get(name)
-    if control is not None:
-        return Kind(type=name, work=work, offers=control().OFFERS)
-    note = "what its OpenEngineAdmin advertises, where `admin` names one" if name in _OPENENGINE else "none"
-    return Kind(type=name, work=work, note=note)
+    return GATE_OFFERS if control is None else control().OFFERS
 
 
 def operation_name(operation: AdminOperationKind) -> str:

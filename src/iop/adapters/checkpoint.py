@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-from iop.adapters.native_control import StepFailed
+from iop.adapters.gate_control import StepFailed
 from iop.admin.enums import AdminErrorCode, WeightFormat
 from iop.admin.requests import DiskSource
 

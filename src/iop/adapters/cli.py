@@ -28,11 +28,12 @@ from iop.adapters.base import (
 from iop.adapters.chat_input import read_body, read_messages, read_parts, read_text
 from iop.adapters.cli_output import JsonLinesReader, OutputReader, TextReader
 from iop.adapters.cli_workspace import Workspace, Workspaces
+from iop.adapters.gate_control import GateControl
 from iop.adapters.http_tunnel import refuse_tunnel
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ParticipantInfo
 from iop.admin.steps import ParticipantReadBack, StepCall, StepResult
-from iop.core.errors import Conflict, InvalidRequest, IopError, Overloaded, Unavailable, Unsupported
+from iop.core.errors import Conflict, InvalidRequest, IopError, Overloaded, Unavailable
 from iop.core.ids import ParticipantId, SessionId
 from iop.wire.messages import (
     AdapterConfig,
@@ -66,6 +67,9 @@ END_TIMEOUT_S: Final = 10.0
 """How long we wait for a killed tree; only a process that the kernel cannot end takes longer."""
 
 READ_BYTES: Final = 64 * 1024
+
+NO_CONTROL: Final = "command-line agents have no control interface"
+"""Why nothing but a pause is offered."""
 
 REAPER: Final = Path(__file__).with_name("cli_reaper.py")
 
@@ -106,19 +110,33 @@ class CliAdapter:
         wanted = {PATH_VARIABLE, *settings.environment}
         self._environment = {name: value for name, value in services.environment.items() if name in wanted}
         self._workspaces = Workspaces()
+        self._runs: set[_AgentRun] = set()
+        self._gate = GateControl(services, name="a command-line agent", why_no_more=NO_CONTROL)
+        self._gate.attach(self)
         self._is_closed = False
         self._health = Health.UNKNOWN
         self._reason = "not probed yet"
 
     @property
+    def in_flight(self) -> int:
+        """Runs of which some process may be left."""
+        return len(self._runs)
+
+    def cancel_all(self) -> None:
+        """End the process trees of all runs; each ends as cancelled."""
+        for run in tuple(self._runs):
+            run.cancel()
+
+    @property
     def capabilities(self) -> AdapterCapabilities:
-        """Runs, with sessions."""
+        """Runs, with sessions; paused at the gate."""
         return AdapterCapabilities(
             kind=self._config.type,
             category=Category.CLI,
             runs=True,
             sessions=True,
-            admin_refusal="command-line agents have no control interface",
+            admin=True,
+            admin_refusal=self._gate.why_no_more,
         )
 
     def snapshot(self) -> AdapterSnapshot:
@@ -127,6 +145,7 @@ class CliAdapter:
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Nothing to open."""
+        await self._gate.start(tasks)
 
     async def aclose(self) -> None:
         """Take no more runs and remove the sessions' directories; the Node ends the runs."""
@@ -152,7 +171,20 @@ class CliAdapter:
     async def run(self, stream: RunStream) -> None:
         """One process tree, to the end of its last process."""
         run = _AgentRun(stream)
-        request = stream.request
+        if self._gate.is_gated:
+            stream.emit(
+                _failed(StreamErrorCode.BUSY, "the provider is paused", retryable=True, before_start=True)
+            )
+            return
+        self._runs.add(run)
+        try:
+            terminal = await self._serve(stream.request, run)
+        finally:
+            self._runs.discard(run)
+        stream.emit(terminal)
+
+    async def _serve(self, request: RunRequest, run: _AgentRun) -> RunEvent:
+        """The run's terminal event, when nothing of it is left."""
         try:
             if self._is_closed:
                 raise Unavailable("the adapter is closed")
@@ -161,17 +193,15 @@ class CliAdapter:
                 root=request.workspace, run_id=request.run_id, session_id=request.session_id
             )
         except (InvalidRequest, Conflict, Overloaded, Unavailable) as exc:
-            stream.emit(_refusal(exc))
-            return
+            return _refusal(exc)
         try:
             prompt = prompt_of(workspace.is_fresh)
             command = self._command(request, prompt, workspace)
-            terminal = await run.drive(command, prompt, self._settings, workspace, self._environment)
+            return await run.drive(command, prompt, self._settings, workspace, self._environment)
         except InvalidRequest as exc:
-            terminal = _refusal(exc)
+            return _refusal(exc)
         finally:
             await self._workspaces.give_back(workspace)
-        stream.emit(terminal)
 
     def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:  # noqa: ARG002
         """It makes none."""
@@ -183,16 +213,16 @@ class CliAdapter:
         await self._workspaces.end_session(session_id)
 
     def participants(self) -> Sequence[ParticipantInfo]:
-        """None."""
-        return ()
+        """The agent as one."""
+        return self._gate.participants()
 
-    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:  # noqa: ARG002
-        """Raises Unsupported."""
-        raise Unsupported(self.capabilities.admin_refusal, reason="NO_ADMIN")
+    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
+        """By the gate."""
+        return await self._gate.execute_step(call, report)
 
     async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
-        """Nobody to ask."""
-        return [ParticipantReadBack(participant_id=each, reachable=False) for each in participant_ids]
+        """How the gate stands."""
+        return await self._gate.read_back(participant_ids)
 
     def _command(self, request: RunRequest, prompt: str, workspace: Workspace) -> list[str]:
         """The command with its places filled. Raises InvalidRequest when the prompt cannot be an argument."""
@@ -319,9 +349,13 @@ class _AgentRun:
         await self._cancelled.wait()
         _signal(process)
 
-    def _on_cancel(self, reason: CancelReason) -> None:  # noqa: ARG002 - every reason ends it the same way
+    def cancel(self) -> None:
+        """End it; its terminal comes when its last process is gone."""
         self._cancelled.set()
         self._writable.set()
+
+    def _on_cancel(self, reason: CancelReason) -> None:  # noqa: ARG002 - every reason ends it the same way
+        self.cancel()
 
     @staticmethod
     def _ended(code: int, reader: OutputReader) -> RunEvent:

@@ -1,14 +1,13 @@
-"""What the control adapters of the named HTTP engines share: one participant, a gate of our own, and steps
-whose success is what the engine says afterwards (AD-37).
+"""What the control adapters of the named HTTP engines share beyond the gate: looks at the engine, and steps
+whose success is what it says afterwards (AD-37).
 
 Theory of operation. Each look at the engine (`_observe`) tells its process, version, capabilities and load;
 capabilities are what was found there, never what the kind could do. A step begins with a look: an engine that
 cannot be seen was not touched. From the first mutating call on every failure is an outcome of the
 participant, because its effect is not known any more.
 
-The gate. Engines hold, refuse or run what comes while they are paused, each in its way, some without an end.
-So a pause first closes the gate of this adapter, which then lets no tunnel through; engines without a pause
-of their own are paused by it alone.
+Engines hold, refuse or run what comes while they are paused, each in its way, some without an end. So every pause
+closes the gate of :mod:`iop.adapters.gate_control` as well.
 """
 
 from __future__ import annotations
@@ -16,91 +15,22 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar
 
-from iop.adapters.base import AdapterServices, TunnelStream
+from iop.adapters.base import AdapterServices
 from iop.adapters.engine_http import EngineHttp
-from iop.adapters.http_tunnel import refuse_tunnel
-from iop.admin.enums import (
-    AdminErrorCode,
-    AdminOperationKind,
-    DrainTimeoutAction,
-    ParticipantPhase,
-    PauseMode,
-)
-from iop.admin.participant import ProgressSink
+from iop.adapters.gate_control import ENGINE, GATE_CAPABILITIES, GateControl
+from iop.admin.enums import AdminOperationKind
 from iop.admin.profile import Capabilities, ParticipantInfo
 from iop.admin.requests import DiskSource
-from iop.admin.results import ParticipantError
-from iop.admin.steps import (
-    ApplyWeightsStep,
-    CommitWeightsStep,
-    FlushStep,
-    JudgeReconfigureStep,
-    ParticipantOutcome,
-    ParticipantReadBack,
-    PauseStep,
-    PrepareWeightsStep,
-    ReconfigureStep,
-    ReleaseStep,
-    RestoreStep,
-    ResumeStep,
-    StartProfileStep,
-    StepCall,
-    StepResult,
-    StopProfileStep,
-    UndoWeightsStep,
-    VerifyWeightsStep,
-    WorkCounts,
-)
-from iop.core.errors import (
-    DeadlineExceeded,
-    IopError,
-    NotFound,
-    Overloaded,
-    PreconditionFailed,
-    RemoteProtocolError,
-    Unavailable,
-    Unsupported,
-)
+from iop.admin.steps import ParticipantReadBack, StepCall
+from iop.core.errors import DeadlineExceeded, IopError, Overloaded, RemoteProtocolError, Unavailable
 from iop.core.ids import GroupId, ParticipantId
-from iop.wire.messages import OpenAICompatSettings, StreamErrorCode
+from iop.wire.messages import OpenAICompatSettings
 
 _log = logging.getLogger(__name__)
-
-ENGINE: Final = ParticipantId("engine")
-"""The one participant: these engines act as one, also with several ranks inside."""
-
-POLL_S: Final = 0.1
-"""Between two looks for an effect that an engine does not wait for itself."""
-
-ABORT_CONFIRM_S: Final = 10.0
-"""How long requests may take to end after their connections were closed."""
-
-GATE_MODES: Final = frozenset({PauseMode.DRAIN, PauseMode.ABORT})
-"""What the gate alone can do."""
-
-GATE_OPERATIONS: Final = frozenset({AdminOperationKind.PAUSE, AdminOperationKind.RESUME})
-
-
-GATE_CAPABILITIES: Final = Capabilities(operations=GATE_OPERATIONS, pause_modes=GATE_MODES)
-"""Of an engine at which nothing was found."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """One line of what a kind can do, for people and for refusals.
-
-    Attributes:
-        detail: which variants, in words.
-        needs: how the engine must be started for it; empty: nothing special.
-    """
-
-    operation: AdminOperationKind
-    detail: str
-    needs: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,38 +55,7 @@ class Observed:
     startup_source: DiskSource | None = None
 
 
-class StepFailed(Exception):
-    """The engine failed or refused a step."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: AdminErrorCode = AdminErrorCode.PARTICIPANT_FAILED,
-        changed: bool = True,
-        retryable: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.changed = changed
-        self.retryable = retryable
-
-
-class Traffic(Protocol):
-    """The adapter's own requests at the engine."""
-
-    @property
-    def in_flight(self) -> int:
-        """How many are there."""
-        ...
-
-    def cancel_all(self) -> None:
-        """Close their connections."""
-        ...
-
-
-class NativeControl(abc.ABC):
+class NativeControl(GateControl, abc.ABC):
     """An `EngineControl` over an engine's own routes.
 
     Args:
@@ -165,34 +64,18 @@ class NativeControl(abc.ABC):
         targets: the engine's names of the models that this adapter serves.
     """
 
-    OFFERS: ClassVar[tuple[Offer, ...]] = (
-        Offer(operation=AdminOperationKind.PAUSE, detail="drain, abort (at the Node's gate)"),
-        Offer(operation=AdminOperationKind.RESUME, detail="at the Node's gate"),
-    )
     NAME: ClassVar[str]
 
     def __init__(
         self, settings: OpenAICompatSettings, services: AdapterServices, *, targets: tuple[str, ...] = ()
     ) -> None:
+        super().__init__(services, name=self.NAME)
         self._http = EngineHttp(settings)
-        self._services = services
         self._targets = targets
-        self._traffic: Traffic | None = None
-        self._tasks: asyncio.TaskGroup | None = None
         self._seen: Observed | None = None
         self._failure = "the engine was not asked yet"
-        self._is_gated = False
-
-    def attach(self, traffic: Traffic) -> None:
-        """Get to know the adapter's own requests, before `start`."""
-        self._traffic = traffic
 
     # ---- for the adapter ----
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether tunnels must not pass now."""
-        return self._is_gated
 
     @property
     def observed(self) -> Observed | None:
@@ -204,9 +87,14 @@ class NativeControl(abc.ABC):
         """Why the engine's control routes do not answer; empty while they do."""
         return self._failure
 
+    @property
+    def why_no_more(self) -> str:
+        """As found at the engine."""
+        return "; ".join(dict.fromkeys(self._missing().values()))
+
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Open for questions."""
-        self._tasks = tasks
+        await super().start(tasks)
         self._http.start(tasks)
 
     async def aclose(self) -> None:
@@ -219,10 +107,6 @@ class NativeControl(abc.ABC):
             await self._look()
         except IopError as exc:
             self._note_failure(exc.message)
-
-    def weight_version(self) -> str:
-        """The engine's published label; these engines mostly have none."""
-        return ""
 
     def participants(self) -> Sequence[ParticipantInfo]:
         """The engine, once it was seen."""
@@ -242,11 +126,6 @@ class NativeControl(abc.ABC):
             ),
         )
 
-    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:  # noqa: ARG002
-        """None by default."""
-        refuse_tunnel(stream, StreamErrorCode.INVALID_REQUEST, "this engine keeps no artifacts")
-        on_done()
-
     async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
         """Look, and tell how it stands."""
         answer: ParticipantReadBack | None = None
@@ -262,25 +141,6 @@ class NativeControl(abc.ABC):
             for each in participant_ids
         ]
 
-    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:  # noqa: ARG002 - the Protocol's
-        """As :meth:`iop.adapters.base.Adapter.execute_step`."""
-        if call.participant_ids != (ENGINE,):
-            raise PreconditionFailed("the engine has one participant", reason="UNKNOWN_PARTICIPANT")
-        try:
-            await self._look_patiently(call.timeout_s)
-        except (DeadlineExceeded, RemoteProtocolError, Overloaded) as exc:
-            raise Unavailable(exc.message, reason=exc.reason) from exc
-        try:
-            result = await self._dispatch(call)
-        except StepFailed as exc:
-            result = failed(exc)
-        except (Unsupported, PreconditionFailed):
-            raise
-        except IopError as exc:
-            result = failed(StepFailed(exc.message, retryable=exc.retryable))
-        self._services.on_change()
-        return result
-
     # ---- for the kinds ----
 
     @abc.abstractmethod
@@ -291,92 +151,19 @@ class NativeControl(abc.ABC):
         """How it stands, just after a look."""
         return self._told(paused=self._is_gated)
 
-    async def _pause(self, call: StepCall, step: PauseStep) -> StepResult:
-        """By the gate."""
-        return await self._gate_pause(call, step)
+    # ---- the gate's questions, answered by looks ----
 
-    async def _resume(self, call: StepCall) -> StepResult:  # noqa: ARG002 - for the kinds
-        """Open the gate."""
-        changed, self._is_gated = self._is_gated, False
-        return succeeded(changed=changed)
-
-    async def _flush(self, call: StepCall, step: FlushStep) -> StepResult:  # noqa: ARG002 - for the kinds
-        raise self._not_offered(AdminOperationKind.FLUSH_CACHES)
-
-    async def _release(self, call: StepCall, step: ReleaseStep) -> StepResult:  # noqa: ARG002
-        raise self._not_offered(AdminOperationKind.RELEASE_RESOURCES)
-
-    async def _restore(self, call: StepCall, step: RestoreStep) -> StepResult:  # noqa: ARG002
-        raise self._not_offered(AdminOperationKind.RESTORE_RESOURCES)
-
-    async def _weights(
-        self,
-        call: StepCall,  # noqa: ARG002
-        step: PrepareWeightsStep  # noqa: ARG002
-        | ApplyWeightsStep
-        | VerifyWeightsStep
-        | CommitWeightsStep
-        | UndoWeightsStep,
-    ) -> StepResult:
-        raise self._not_offered(AdminOperationKind.UPDATE_WEIGHTS)
-
-    async def _start_profile(self, call: StepCall, step: StartProfileStep) -> StepResult:  # noqa: ARG002
-        raise self._not_offered(AdminOperationKind.START_PROFILE)
-
-    async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:  # noqa: ARG002
-        raise self._not_offered(AdminOperationKind.STOP_PROFILE)
-
-    # ---- shared parts ----
-
-    async def _gate_pause(self, call: StepCall, step: PauseStep) -> StepResult:
-        """Let nothing in, then wait until the engine is idle, or end what runs.
-
-        A drain that fails opens the gate again: nothing was changed.
-        """
-        if step.pause.mode not in GATE_MODES:
-            raise Unsupported(f"{self.NAME} cannot freeze requests", reason="NOT_OFFERED")
-        was_gated, self._is_gated = self._is_gated, True
-        before = self._load()
-        if step.pause.mode is PauseMode.ABORT:
-            aborted = await self._end_all(was_gated=was_gated)
-            return succeeded(work=WorkCounts(aborted=aborted))
-        limit_ms = step.pause.drain_timeout_ms
-        limit_s = call.timeout_s if limit_ms is None else min(call.timeout_s, limit_ms / 1000)
+    async def _before_step(self, call: StepCall) -> None:
         try:
-            async with asyncio.timeout(limit_s):
-                await self._until(self._is_idle)
-        except TimeoutError:
-            if step.pause.on_drain_timeout is DrainTimeoutAction.ABORT:
-                aborted = await self._end_all(was_gated=was_gated)
-                return succeeded(work=WorkCounts(drained=max(0, before - aborted), aborted=aborted))
-            self._is_gated = was_gated
-            raise StepFailed(
-                "requests still run at the engine",
-                code=AdminErrorCode.DRAIN_TIMEOUT,
-                changed=False,
-                retryable=True,
-            ) from None
-        except BaseException:
-            self._is_gated = was_gated
-            raise
-        return succeeded(work=WorkCounts(drained=before))
+            await self._look_patiently(call.timeout_s)
+        except (DeadlineExceeded, RemoteProtocolError, Overloaded) as exc:
+            raise Unavailable(exc.message, reason=exc.reason) from exc
 
-    async def _end_all(self, *, was_gated: bool) -> int:
-        """Close our connections and wait until the engine is idle; how many there were."""
-        count = self._traffic.in_flight if self._traffic is not None else 0
-        if self._traffic is not None:
-            self._traffic.cancel_all()
-        try:
-            async with asyncio.timeout(ABORT_CONFIRM_S):
-                await self._until(self._is_idle)
-        except TimeoutError:
-            self._is_gated = was_gated
-            raise StepFailed(
-                "requests that did not come through this Node still run at the engine",
-                code=AdminErrorCode.REFUSED_BUSY,
-                retryable=True,
-            ) from None
-        return count
+    def _found(self) -> Capabilities:
+        return self._seen.capabilities if self._seen is not None else Capabilities()
+
+    def _missing(self) -> Mapping[AdminOperationKind, str]:
+        return self._seen.missing if self._seen is not None else {}
 
     def _load(self) -> int:
         seen = self._seen
@@ -384,29 +171,10 @@ class NativeControl(abc.ABC):
 
     async def _is_idle(self) -> bool:
         """Whether neither we nor, as far as it tells, anybody else has a request at the engine."""
-        if self._traffic is not None and self._traffic.in_flight:
+        if not await super()._is_idle():
             return False
         seen = await self._look()
         return not seen.in_flight and not seen.queued
-
-    async def _until(self, holds: Callable[[], Awaitable[bool]], *, poll_s: float = POLL_S) -> None:
-        """Ask until it holds; the caller bounds it."""
-        while True:
-            if await holds():
-                return
-            await asyncio.sleep(poll_s)
-
-    def _require(self, operation: AdminOperationKind) -> None:
-        """Refuse what was not found at the engine, before it is touched."""
-        if self._seen is None or operation not in self._seen.capabilities.operations:
-            raise self._not_offered(operation)
-
-    def _not_offered(self, operation: AdminOperationKind) -> Unsupported:
-        why = self._seen.missing.get(operation, "") if self._seen is not None else ""
-        name = operation.name.lower().replace("_", " ")
-        return Unsupported(
-            f"{self.NAME} does not offer {name} here" + (f": {why}" if why else ""), reason="NOT_OFFERED"
-        )
 
     def _told(self, **known: object) -> ParticipantReadBack:
         instance = self._seen.instance if self._seen is not None else ""
@@ -445,68 +213,3 @@ class NativeControl(abc.ABC):
             _log.warning("engine_control.unreachable kind=%s reason=%s", self.NAME, message)
             self._failure = message
             self._services.on_change()
-
-    async def _dispatch(self, call: StepCall) -> StepResult:
-        match call.body:
-            case PauseStep():
-                return await self._pause(call, call.body)
-            case ResumeStep():
-                return await self._resume(call)
-            case FlushStep():
-                self._require(AdminOperationKind.FLUSH_CACHES)
-                return await self._flush(call, call.body)
-            case ReleaseStep():
-                self._require(AdminOperationKind.RELEASE_RESOURCES)
-                return await self._release(call, call.body)
-            case RestoreStep():
-                self._require(AdminOperationKind.RESTORE_RESOURCES)
-                return await self._restore(call, call.body)
-            case (
-                PrepareWeightsStep()
-                | ApplyWeightsStep()
-                | VerifyWeightsStep()
-                | CommitWeightsStep()
-                | UndoWeightsStep()
-            ):
-                self._require(AdminOperationKind.UPDATE_WEIGHTS)
-                return await self._weights(call, call.body)
-            case StartProfileStep():
-                self._require(AdminOperationKind.START_PROFILE)
-                return await self._start_profile(call, call.body)
-            case StopProfileStep(profile_id=profile_id):
-                self._require(AdminOperationKind.STOP_PROFILE)
-                return await self._stop_profile(call, profile_id)
-            case JudgeReconfigureStep() | ReconfigureStep():
-                raise self._not_offered(AdminOperationKind.RECONFIGURE_SERVING)
-
-
-def outcome(**known: object) -> ParticipantOutcome:
-    """The engine's outcome."""
-    return ParticipantOutcome(participant_id=ENGINE, **known)  # type: ignore[arg-type]
-
-
-def succeeded(*, work: WorkCounts | None = None, **known: object) -> StepResult:
-    """A step that did what it should."""
-    return StepResult(participants=(outcome(**known),), work=work or WorkCounts())
-
-
-def failed(failure: StepFailed, **known: object) -> StepResult:
-    """A step that did not."""
-    is_check = failure.code is AdminErrorCode.VERIFICATION_FAILED
-    error = ParticipantError(
-        code=failure.code,
-        message=failure.message[:512],
-        step=ParticipantPhase.VERIFYING if is_check else ParticipantPhase.APPLYING,
-        retryable=failure.retryable,
-    )
-    return StepResult(participants=(outcome(error=error, changed=failure.changed, **known),))
-
-
-def not_verified(message: str) -> StepFailed:
-    """The engine answered, but says otherwise when asked (AD-37)."""
-    return StepFailed(message, code=AdminErrorCode.VERIFICATION_FAILED)
-
-
-def unknown_profile() -> NotFound:
-    """Stopping what this Node did not start."""
-    return NotFound("the node does not know this profile", reason="UNKNOWN_PROFILE")

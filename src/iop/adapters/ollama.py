@@ -29,11 +29,13 @@ from iop.adapters.http_exchange import (
 from iop.adapters.http_tunnel import refuse_tunnel, stream_error_of
 from iop.adapters.http_upstream import HttpExchange, HttpUpstream
 from iop.adapters.ollama_codec import AnswerReader, chat_request, has_tools, refuses_tools
+from iop.adapters.ollama_control import OllamaControl
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ParticipantInfo
 from iop.admin.steps import ParticipantReadBack, StepCall, StepResult
-from iop.core.errors import InvalidRequest, IopError, RemoteProtocolError, Unavailable, Unsupported
+from iop.core.errors import InvalidRequest, IopError, RemoteProtocolError, Unavailable
 from iop.core.ids import ParticipantId, SessionId
+from iop.obs.tracing import parse_trace
 from iop.wire.messages import (
     AdapterConfig,
     BodyFraming,
@@ -87,6 +89,9 @@ class OllamaAdapter:
         self._services = services
         self._keep_alive = settings.keep_alive
         self._upstream = HttpUpstream(origin, ssl_context=client_ssl_context(b"") if origin.is_tls else None)
+        self._control = OllamaControl(settings, services, targets=tuple(config.targets))
+        self._control.attach(self)
+        self._runs: set[_ChatRun] = set()
         self._without_tools: set[str] = set()
         self._health = Health.UNKNOWN
         self._reason = "not probed yet"
@@ -94,13 +99,24 @@ class OllamaAdapter:
         self._version = ""
 
     @property
+    def in_flight(self) -> int:
+        """Runs of which something is left at the engine."""
+        return len(self._runs)
+
+    def cancel_all(self) -> None:
+        """Close the engine connections of all runs; each ends as cancelled."""
+        for run in tuple(self._runs):
+            run.cancel()
+
+    @property
     def capabilities(self) -> AdapterCapabilities:
-        """Runs only."""
+        """Runs, and what its control finds."""
         return AdapterCapabilities(
             kind=self._config.type,
             category=Category.LOCAL_INFERENCE,
             runs=True,
-            admin_refusal=f"adapter {self._config.name!r} of type ollama has no control interface yet",
+            admin=True,
+            admin_refusal=self._control.why_no_more[:1024],
         )
 
     def snapshot(self) -> AdapterSnapshot:
@@ -112,13 +128,16 @@ class OllamaAdapter:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Open for runs."""
         self._upstream.start(tasks)
+        await self._control.start(tasks)
 
     async def aclose(self) -> None:
         """Close connections; runs under way end as cancelled."""
         await self._upstream.aclose()
+        await self._control.aclose()
 
     async def probe(self) -> None:
-        """Ask for version and installed models."""
+        """Ask for version, installed and loaded models."""
+        await self._control.probe()
         try:
             version = await self._get(b"/api/version")
             tags = await self._get(b"/api/tags")
@@ -146,8 +165,24 @@ class OllamaAdapter:
 
     async def run(self, stream: RunStream) -> None:
         """One chat; tried once more with tools in words when the model refuses them (EN-66)."""
-        target = stream.request.target
         run = _ChatRun(stream, self._upstream, self._observe_outcome)
+        if self._control.is_gated:
+            # It would load the model again that a release let go.
+            stream.emit(
+                _failed(StreamErrorCode.BUSY, "the engine is paused", retryable=True, before_start=True)
+            )
+            return
+        self._runs.add(run)
+        try:
+            terminal = await self._serve(stream, run)
+        finally:
+            self._runs.discard(run)
+        stream.emit(terminal)
+
+    async def _serve(self, stream: RunStream, run: _ChatRun) -> RunEvent:
+        """The run's terminal event, when nothing of it is left at the engine."""
+        target = stream.request.target
+        terminal: RunEvent | None
         try:
             wants_tools = has_tools(stream.request)
             is_fallback = wants_tools and target in self._without_tools
@@ -166,7 +201,7 @@ class OllamaAdapter:
             terminal = _failed(
                 StreamErrorCode.UPSTREAM_ERROR, "the backend refuses tools that it was not given"
             )
-        stream.emit(terminal)
+        return terminal
 
     def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:  # noqa: ARG002
         """It makes none."""
@@ -177,16 +212,16 @@ class OllamaAdapter:
         """Nothing to end: it keeps no sessions."""
 
     def participants(self) -> Sequence[ParticipantInfo]:
-        """None."""
-        return ()
+        """The server as one, once it was seen."""
+        return self._control.participants()
 
-    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:  # noqa: ARG002
-        """Raises Unsupported."""
-        raise Unsupported(self.capabilities.admin_refusal, reason="NO_ADMIN")
+    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
+        """By gate and model lifecycle."""
+        return await self._control.execute_step(call, report)
 
     async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
-        """Nobody to ask."""
-        return [ParticipantReadBack(participant_id=each, reachable=False) for each in participant_ids]
+        """As the server says."""
+        return await self._control.read_back(participant_ids)
 
     async def _get(self, path: bytes) -> bytes:
         request = HttpRequest(method=b"GET", path=path, headers_timeout_s=PROBE_TIMEOUT_S)
@@ -232,6 +267,8 @@ class _ChatRun:
         self._is_cancelled = False
         self._terminal: RunEvent | None = None
         self._closed = asyncio.Event()
+        trace = parse_trace(stream.request.traceparent, stream.request.tracestate)
+        self._trace = [] if trace is None else trace.fields()
         stream.bind(on_cancel=self._on_cancel, on_writable=self._on_writable)
 
     async def send(self, body: bytes, *, is_fallback: bool) -> RunEvent | None:
@@ -249,7 +286,7 @@ class _ChatRun:
             HttpRequest(
                 method=b"POST",
                 path=b"/api/chat",
-                headers=[(b"Content-Type", b"application/json")],
+                headers=[(b"Content-Type", b"application/json"), *self._trace],
                 body=(body,),
                 headers_timeout_s=self._stream.request.timeout_sec or HEADERS_TIMEOUT_S,
             ),
@@ -327,10 +364,14 @@ class _ChatRun:
         }.get(self._status, StreamErrorCode.UPSTREAM_ERROR)
         return _failed(code, f"engine: {text[:512]}", retryable=self._status in {500, 502, 503})
 
-    def _on_cancel(self, reason: CancelReason) -> None:  # noqa: ARG002 - every reason ends it the same way
+    def cancel(self) -> None:
+        """Close the engine's connection; the run ends as cancelled. Idempotent."""
         self._is_cancelled = True
         if self._exchange is not None:
             self._exchange.cancel()
+
+    def _on_cancel(self, reason: CancelReason) -> None:  # noqa: ARG002 - every reason ends it the same way
+        self.cancel()
 
     def _on_writable(self) -> None:
         if self._exchange is not None:

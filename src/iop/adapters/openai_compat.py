@@ -1,8 +1,7 @@
-"""Any engine that speaks OpenAI's HTTP: tunnels byte for byte, no control beyond what `engine_control`
-brings.
+"""Any engine that speaks OpenAI's HTTP: tunnels byte for byte, paused at the Node's gate, and no more control than
+`engine_control` brings.
 
-It also carries the tunnels of the HTTP engines that have a native control interface; what that could do is
-then not offered, and the capabilities say so.
+It also carries the tunnels of the HTTP engines that have a native control interface.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from iop.adapters.base import (
     RunStream,
     TunnelStream,
 )
+from iop.adapters.gate_control import GateControl
 from iop.adapters.http_exchange import (
     HEADERS_TIMEOUT_S,
     HttpRequest,
@@ -44,7 +44,7 @@ from iop.adapters.profiles import (
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ParticipantInfo
 from iop.admin.steps import ParticipantReadBack, StepCall, StepResult
-from iop.core.errors import InvalidRequest, IopError, Unavailable, Unsupported
+from iop.core.errors import InvalidRequest, IopError, Unavailable
 from iop.core.ids import ParticipantId, SessionId
 from iop.wire.messages import (
     AdapterConfig,
@@ -67,6 +67,11 @@ PROBE_BYTES_MAX: Final = 4 * 1024 * 1024
 MODELS_MAX: Final = 1024
 """Most model names kept for the snapshot."""
 
+NO_CONTROL: Final = (
+    "it has no control interface; name the engine's OpenEngineAdmin as `admin` if it serves one"
+)
+"""Why nothing but a pause is offered."""
+
 
 class _Model(msgspec.Struct):
     id: str
@@ -82,7 +87,7 @@ class OpenAICompatAdapter:
     Args:
         config: its adapter config; the type may be any kind that is tunnelled to over HTTP.
         services: the Node's clock and change signal.
-        control: the engine's control interface, when it has one.
+        control: the engine's control interface; without one the gate of this adapter is all there is.
 
     Raises:
         InvalidRequest: the config cannot work; names key and fix.
@@ -98,7 +103,12 @@ class OpenAICompatAdapter:
             )
         self._config = config
         self._services = services
+        if control is None:
+            control = GateControl(services, name=f"a provider of type {config.type}", why_no_more=NO_CONTROL)
         self._control = control
+        self._gate = control if isinstance(control, GateControl) else None
+        if self._gate is not None:
+            self._gate.attach(self)
         self._profile = settings.protocol_profile or DEFAULT_PROFILE
         for name, operation in self._profile.operations.items():
             if operation.method not in {"GET", "POST"} or not is_plain_path(operation.path):
@@ -130,40 +140,34 @@ class OpenAICompatAdapter:
 
     @property
     def capabilities(self) -> AdapterCapabilities:
-        """Tunnels for the profile's operations; admin only through `engine_control`."""
-        refusal = ""
-        if self._control is None:
-            refusal = (
-                f"adapter {self._config.name!r} of type {self._config.type} has no control interface; "
-                "give the engine's OpenEngineAdmin as `admin` if it serves one"
-            )
+        """Tunnels for the profile's operations; admin by the gate, or as the control interface finds it."""
         return AdapterCapabilities(
             kind=self._config.type,
             category=Category.LOCAL_INFERENCE if self._config.type in _LOCAL_TYPES else Category.API,
             tunnels=True,
             operations=frozenset(self._profile.operations),
-            admin=self._control is not None,
-            admin_refusal=refusal,
+            admin=True,
+            admin_refusal=self._gate.why_no_more[:1024] if self._gate is not None else "",
         )
 
     def snapshot(self) -> AdapterSnapshot:
         """From the last probe and the requests since."""
-        version = self._control.weight_version() if self._control is not None else ""
         return AdapterSnapshot(
-            health=self._health, reason=self._reason, models=self._models, weight_version=version
+            health=self._health,
+            reason=self._reason,
+            models=self._models,
+            weight_version=self._control.weight_version(),
         )
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Open for requests; the first probe is the Node's to ask for."""
         self._upstream.start(tasks)
-        if self._control is not None:
-            await self._control.start(tasks)
+        await self._control.start(tasks)
 
     async def aclose(self) -> None:
         """Close connections; tunnels under way end as cancelled."""
         await self._upstream.aclose()
-        if self._control is not None:
-            await self._control.aclose()
+        await self._control.aclose()
 
     async def probe(self) -> None:
         """Ask for the model list: any HTTP answer shows that somebody is there."""
@@ -187,12 +191,18 @@ class OpenAICompatAdapter:
                 if response.status == 200:
                     self._models = _model_names(response.body)
                 self._observe(Health.READY, "")
-        if self._control is not None:
-            await self._control.probe()
+        await self._control.probe()
 
     def open_tunnel(self, stream: TunnelStream, on_done: Callable[[], None]) -> None:
-        """Send one request to the engine and its answer back, byte for byte (EN-50 to EN-57)."""
+        """Send one request to the engine and its answer back, byte for byte (EN-50 to EN-57).
+
+        Nothing passes a closed gate: a paused engine might never answer.
+        """
         request = stream.request
+        if self._gate is not None and self._gate.is_gated:
+            refuse_tunnel(stream, StreamErrorCode.BUSY, "the engine is paused", retryable=True)
+            on_done()
+            return
         try:
             method, path = resolve(self._profile, request)
             headers = engine_headers(request.headers)
@@ -250,30 +260,22 @@ class OpenAICompatAdapter:
         )
 
     def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
-        """From the control interface, where there is one."""
-        if self._control is None:
-            refuse_tunnel(stream, StreamErrorCode.INVALID_REQUEST, "this provider has no artifacts")
-            on_done()
-            return
+        """From the control interface, where it keeps any."""
         self._control.open_artifact(uri, stream, on_done)
 
     async def terminate_session(self, session_id: SessionId) -> None:
         """Nothing to end: these engines keep no sessions."""
 
     def participants(self) -> Sequence[ParticipantInfo]:
-        """The engine's ranks, if its control interface tells them."""
-        return self._control.participants() if self._control is not None else ()
+        """The engine's ranks, as its control interface tells them; else the provider as one."""
+        return self._control.participants()
 
     async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
-        """By the control interface. Raises Unsupported without one."""
-        if self._control is None:
-            raise Unsupported(self.capabilities.admin_refusal, reason="NO_ADMIN")
+        """By the control interface or the gate."""
         return await self._control.execute_step(call, report)
 
     async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
-        """By the control interface; without one nobody can be asked."""
-        if self._control is None:
-            return [ParticipantReadBack(participant_id=each, reachable=False) for each in participant_ids]
+        """By the control interface or the gate."""
         return await self._control.read_back(participant_ids)
 
     def _on_outcome(self, error: UpstreamError | None) -> None:

@@ -174,8 +174,10 @@ def _fingerprint(payloads: list[AdapterConfig], runtime: NodeRuntime) -> str:
     return digest.hexdigest()
 
 
-CONTROLLED_TYPES: Final = frozenset({"llamacpp", "sglang", "trtllm", "vllm"})
-"""Kinds that take admin steps over the engine's own routes, whatever the config says of an admin listener."""
+CONTROLLED_TYPES: Final = frozenset(
+    {"cli", "llamacpp", "ollama", "openai_compat", "sglang", "trtllm", "vllm"}
+)
+"""Kinds that take admin steps whatever the config says of an admin listener: at least a pause at the Node's gate."""
 
 
 def _spec(adapter: Adapter, payload: AdapterConfig) -> AdapterSpec:

@@ -1,7 +1,7 @@
 """The shared suite that every engine adapter passes, with the doubles it needs.
 
-A test module subclasses :class:`TunnelSuite`, :class:`RunSuite` or :class:`AdminSuite`, supplies a harness
-(the adapter and an engine that the test controls) and inherits the tests. The doubles record what an adapter
+A test module subclasses :class:`TunnelSuite`, :class:`RunSuite`, :class:`PauseSuite` or :class:`AdminSuite`, supplies
+a harness (the adapter and an engine that the test controls) and inherits the tests. The doubles record what an adapter
 sends and hold it to
 the rules as it sends: a second terminal, a frame after the end or a body before the head fails at once.
 """
@@ -11,21 +11,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
+
+import pytest
 
 from iop.adapters.base import Adapter, AdapterServices
 from iop.admin.enums import (
+    AdminOperationKind,
     AdmissionPolicy,
     BusyPolicy,
     CacheKind,
     CacheOutcome,
     PauseMode,
+    ProfilerKind,
+    ResourceKind,
+    WeightFormat,
+    WeightRetention,
 )
-from iop.admin.requests import PauseSpec
-from iop.admin.steps import FlushStep, PauseStep, ResumeStep, Step, StepCall, StepProgress, StepResult
-from iop.core.errors import PreconditionFailed, Unavailable
+from iop.admin.requests import DiskSource, PauseSpec
+from iop.admin.steps import (
+    FlushStep,
+    PauseStep,
+    PrepareWeightsStep,
+    ReleaseStep,
+    RestoreStep,
+    ResumeStep,
+    StartProfileStep,
+    Step,
+    StepCall,
+    StepProgress,
+    StepResult,
+    StopProfileStep,
+)
+from iop.core.errors import PreconditionFailed, Unavailable, Unsupported
 from iop.core.ids import GroupId, OperationId, RunId
 from iop.wire.messages import (
     BodyFraming,
@@ -651,8 +671,25 @@ def assert_all_ok(result: StepResult) -> None:
     assert [outcome.error for outcome in result.participants if outcome.error is not None] == []
 
 
-class AdminSuite:
-    """What every adapter with admin steps must do. Subclasses supply ``harness`` as an async fixture."""
+EVERY_OPERATION: Final[Mapping[AdminOperationKind, Step]] = {
+    AdminOperationKind.FLUSH_CACHES: FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL),
+    AdminOperationKind.RELEASE_RESOURCES: ReleaseStep(
+        kinds=(ResourceKind.WEIGHTS,), weight_retention=WeightRetention.DISCARD
+    ),
+    AdminOperationKind.RESTORE_RESOURCES: RestoreStep(kinds=(ResourceKind.WEIGHTS,)),
+    AdminOperationKind.UPDATE_WEIGHTS: PrepareWeightsStep(
+        model="m",
+        source=DiskSource(path="/nowhere", format=WeightFormat.SAFETENSORS),
+        weight_version="v",
+    ),
+    AdminOperationKind.START_PROFILE: StartProfileStep(profile_id="p", kinds=(ProfilerKind.CPU,), label="x"),
+    AdminOperationKind.STOP_PROFILE: StopProfileStep(profile_id="p"),
+}
+"""One step of each operation beside pause and resume."""
+
+
+class PauseSuite:
+    """What every adapter must do about a pause, whatever its engine can. Subclasses supply ``harness``."""
 
     async def test_participants_are_told_with_what_they_offer(self, harness: AdminHarness) -> None:
         """AD-50."""
@@ -679,6 +716,21 @@ class AdminSuite:
         await harness.adapter.probe()
         result = await harness.adapter.execute_step(step_call(harness.adapter, ResumeStep()), lambda _: None)
         assert_all_ok(result)
+
+    async def test_what_is_not_offered_is_refused_before_anything_is_touched(
+        self, harness: AdminHarness
+    ) -> None:
+        """AD-15."""
+        await harness.adapter.probe()
+        offered = harness.adapter.participants()[0].capabilities.operations
+        for operation, step in EVERY_OPERATION.items():
+            if operation not in offered:
+                with pytest.raises(Unsupported, match=operation.name.lower().replace("_", " ")):
+                    await harness.adapter.execute_step(step_call(harness.adapter, step), lambda _: None)
+
+
+class AdminSuite(PauseSuite):
+    """What every adapter with an engine's control must do besides. Subclasses supply ``harness``."""
 
     async def test_flush_says_cleared_only_after_read_back(self, harness: AdminHarness) -> None:
         """AD-40."""

@@ -12,9 +12,9 @@ import pytest
 
 from iop.adapters.base import Adapter, Health
 from iop.adapters.openai_compat import OpenAICompatAdapter
-from iop.admin.steps import ResumeStep, StepCall
+from iop.admin.enums import BusyPolicy, CacheKind
+from iop.admin.steps import FlushStep
 from iop.core.errors import InvalidRequest, Unsupported
-from iop.core.ids import GroupId, OperationId, ParticipantId
 from iop.testing import adapter_suite
 from iop.testing.adapter_suite import (
     ScriptedUpstream,
@@ -22,6 +22,7 @@ from iop.testing.adapter_suite import (
     UpstreamRequest,
     adapter_services,
     plain_answer,
+    step_call,
     tunnel_request,
 )
 from iop.wire.messages import (
@@ -277,18 +278,14 @@ def test_a_config_that_cannot_work_is_refused(endpoint: str, settings: dict[str,
     assert "p@h" not in caught.value.message
 
 
-async def test_admin_is_not_offered_and_the_refusal_says_how(harness: Harness) -> None:
-    capabilities = harness.adapter.capabilities
-    assert not capabilities.admin
-    assert "OpenEngineAdmin" in capabilities.admin_refusal
-    call = StepCall(
-        operation_id=OperationId("op"),
-        ordinal=1,
-        step=1,
-        group_id=GroupId("g"),
-        participant_ids=(ParticipantId("p"),),
-        body=ResumeStep(),
-        timeout_s=1,
-    )
-    with pytest.raises(Unsupported):
-        await harness.adapter.execute_step(call, lambda _: None)
+@pytest.mark.clause("AD-15")
+async def test_nothing_but_a_pause_is_offered_and_the_refusal_says_how_to_get_more(harness: Harness) -> None:
+    assert "OpenEngineAdmin" in harness.adapter.capabilities.admin_refusal
+    flush = FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL)
+    with pytest.raises(Unsupported, match="OpenEngineAdmin"):
+        await harness.adapter.execute_step(step_call(harness.adapter, flush), lambda _: None)
+
+
+@pytest.mark.clause("AD-37", "AD-41")
+class TestSharedPauseSuite(adapter_suite.PauseSuite):
+    pass

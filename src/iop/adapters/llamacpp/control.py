@@ -8,25 +8,24 @@ that `/slots` named are used. Loading and unloading answer before their effect: 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import ClassVar, Final
 
 import msgspec
 
 from iop.adapters.base import AdapterServices
 from iop.adapters.engine_http import EngineAnswer
-from iop.adapters.native_control import (
+from iop.adapters.gate_control import (
     ENGINE,
     GATE_MODES,
     GATE_OPERATIONS,
-    NativeControl,
-    Observed,
     Offer,
     StepFailed,
     failed,
     not_verified,
     succeeded,
 )
+from iop.adapters.native_control import NativeControl, Observed
 from iop.admin.enums import (
     AdminErrorCode,
     AdminOperationKind,
@@ -64,6 +63,7 @@ class _Props(msgspec.Struct):
     build_info: str = ""
     model_alias: str = ""
     is_sleeping: bool = False
+    max_instances: int = 0
 
 
 class _Slot(msgspec.Struct):
@@ -129,6 +129,8 @@ class LlamaCppControl(NativeControl):
         self._is_router = False
         self._statuses: dict[str, str] = {}
         self._ram_caches: dict[str, bool] = {}
+        self._instances_max = 0
+        self._released: tuple[str, ...] | None = None
 
     # ---- looking ----
 
@@ -170,6 +172,7 @@ class LlamaCppControl(NativeControl):
         self._statuses = {
             model.id: model.status.value for model in listing.data[:SLOTS_MAX] if model.status is not None
         }
+        self._instances_max = props.max_instances
         mine = self._mine()
         busy = 0
         missing: dict[AdminOperationKind, str] = {}
@@ -225,8 +228,8 @@ class LlamaCppControl(NativeControl):
         if self._is_router:
             mine = self._mine()
             is_out = bool(mine) and all(self._statuses.get(model) in {"unloaded", "failed"} for model in mine)
-            # An idle router loads with the first request; only what we let go is released.
-            if is_out and self._is_gated:
+            # A router loads with the first request and evicts by itself; only what we let go is released.
+            if is_out and self._released is not None:
                 released = frozenset({ResourceKind.WEIGHTS})
         return self._told(paused=self._is_gated, released=released)
 
@@ -313,33 +316,37 @@ class LlamaCppControl(NativeControl):
         if not self._is_gated:
             # Any request would load the model again.
             raise PreconditionFailed("only a paused engine releases memory", reason="NOT_PAUSED")
-        for model in self._mine():
-            if self._statuses.get(model) in {"unloaded", "failed"}:
-                continue
+        mine = self._mine()
+        loaded = tuple(model for model in mine if self._statuses.get(model) not in {"unloaded", "failed"})
+        for model in loaded:
             answer = await self._http.post("/models/unload", {"model": model})
             if not answer.is_ok and "not running" not in answer.words:
                 raise StepFailed(f"the model could not be unloaded: {answer.words}")
-        await self._wait_for({"unloaded", "failed"}, min(call.timeout_s, UNLOAD_TIMEOUT_S))
-        return succeeded()
+        await self._wait_for(mine, {"unloaded", "failed"}, min(call.timeout_s, UNLOAD_TIMEOUT_S))
+        if self._released is None:
+            # Of more models than the server keeps at once, loading one would drop another.
+            self._released = loaded or mine[: self._instances_max or None]
+        return succeeded(changed=bool(loaded))
 
     async def _restore(self, call: StepCall, step: RestoreStep) -> StepResult:
         if ResourceKind.WEIGHTS not in step.kinds:
             return succeeded(changed=False)
-        for model in self._mine():
+        wanted = self._released or ()
+        for model in wanted:
             if self._statuses.get(model) == "loaded":
                 continue
             answer = await self._http.post("/models/load", {"model": model})
             if not answer.is_ok and "already running" not in answer.words:
                 raise StepFailed(f"the model could not be loaded: {answer.words}")
-        await self._wait_for({"loaded"}, call.timeout_s)
-        return succeeded()
+        await self._wait_for(wanted, {"loaded"}, call.timeout_s)
+        self._released = None
+        return succeeded(changed=bool(wanted))
 
-    async def _wait_for(self, wanted: Iterable[str], timeout_s: float) -> None:
-        goal = set(wanted)
+    async def _wait_for(self, models: tuple[str, ...], goal: AbstractSet[str], timeout_s: float) -> None:
 
         async def is_there() -> bool:
             await self._look()
-            told = [self._statuses.get(model) for model in self._mine()]
+            told = [self._statuses.get(model) for model in models]
             if "failed" in told and "failed" not in goal:
                 raise StepFailed("the engine says that a model failed to load")
             return all(status in goal for status in told)

@@ -22,18 +22,17 @@ import msgspec
 
 from iop.adapters import checkpoint
 from iop.adapters.base import AdapterServices
-from iop.adapters.native_control import (
+from iop.adapters.gate_control import (
     ENGINE,
     GATE_MODES,
     GATE_OPERATIONS,
-    NativeControl,
-    Observed,
     Offer,
     StepFailed,
     failed,
     not_verified,
     succeeded,
 )
+from iop.adapters.native_control import NativeControl, Observed
 from iop.admin.enums import (
     AdminErrorCode,
     AdminOperationKind,

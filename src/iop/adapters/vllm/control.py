@@ -21,16 +21,15 @@ from typing import ClassVar, Final
 
 from iop.adapters.base import AdapterServices, TunnelStream
 from iop.adapters.device_memory import device_bytes_used
-from iop.adapters.native_control import (
+from iop.adapters.gate_control import (
     ENGINE,
-    NativeControl,
-    Observed,
     Offer,
     StepFailed,
     failed,
     not_verified,
     succeeded,
 )
+from iop.adapters.native_control import NativeControl, Observed
 from iop.adapters.vllm.answers import (
     IsPaused,
     IsSleeping,

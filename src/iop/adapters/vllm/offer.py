@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from iop.adapters.native_control import GATE_MODES, GATE_OPERATIONS, Offer
+from iop.adapters.gate_control import GATE_MODES, GATE_OPERATIONS, Offer
 from iop.adapters.vllm.answers import Launch
 from iop.admin.enums import (
     AdminOperationKind,

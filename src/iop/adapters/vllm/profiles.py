@@ -12,8 +12,8 @@ from typing import Final
 from iop.adapters.base import TunnelStream
 from iop.adapters.engine_http import EngineHttp
 from iop.adapters.file_stream import FileStream
+from iop.adapters.gate_control import ENGINE, StepFailed, unknown_profile
 from iop.adapters.http_tunnel import refuse_tunnel
-from iop.adapters.native_control import ENGINE, StepFailed, unknown_profile
 from iop.adapters.vllm.answers import Launch
 from iop.admin.enums import AdminErrorCode, ProfilerKind
 from iop.admin.results import ProfileArtifact

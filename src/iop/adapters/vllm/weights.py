@@ -15,7 +15,7 @@ from typing import Final
 
 from iop.adapters import checkpoint
 from iop.adapters.engine_http import EngineHttp
-from iop.adapters.native_control import StepFailed, not_verified, succeeded
+from iop.adapters.gate_control import StepFailed, not_verified, succeeded
 from iop.adapters.vllm.answers import Checksums, Completion
 from iop.admin.enums import AdminErrorCode, VerificationMethod
 from iop.admin.requests import DiskSource, WeightSource
