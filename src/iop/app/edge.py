@@ -198,6 +198,7 @@ class _Served:
                 receive_bytes_max=admin_receive_bytes_max(self._core.limits),
             ),
             control=self._port,
+            read_artifact=self.edge.artifacts.read,
             on_ended=self._rpc_metrics.on_ended,
         )
         with binding("admin", address):

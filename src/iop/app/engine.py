@@ -119,9 +119,10 @@ class _Served:
             Unavailable: a rank, an address or the store cannot be had.
         """
         await self._start_engine(stack)
-        core = self._make_core()
+        driver = RankDriver(self._engine, checkpoint=self._checkpoint.absolute())
+        core = self._make_core(driver)
         await stack.enter_async_context(running_core(core))
-        await self._serve_admin(stack, core)
+        await self._serve_admin(stack, core, driver)
         await self._serve_openengine(stack)
         await self._serve_http(stack)
 
@@ -154,7 +155,7 @@ class _Served:
                 details=error.details,
             ) from error
 
-    def _make_core(self) -> AdminCore:
+    def _make_core(self, driver: RankDriver) -> AdminCore:
         url = store_url(
             self._config.store,
             is_given="store" in self._loaded.origins,
@@ -162,13 +163,13 @@ class _Served:
         )
         return AdminCore(
             journal=SqlJournal(url, unix_nanos=self._clock.unix_nanos),
-            driver=RankDriver(self._engine, checkpoint=self._checkpoint.absolute()),
+            driver=driver,
             clock=self._clock,
             new_id=operation_ids(),
             owner=process_owner("engine"),
         )
 
-    async def _serve_admin(self, stack: AsyncExitStack, core: AdminCore) -> None:
+    async def _serve_admin(self, stack: AsyncExitStack, core: AdminCore, driver: RankDriver) -> None:
         address = self._config.listen.admin
         if address is None:
             return
@@ -183,6 +184,7 @@ class _Served:
                 receive_bytes_max=admin_receive_bytes_max(core.limits),
             ),
             control=self._port,
+            read_artifact=driver.read_artifact,
         )
         with binding("admin", address):
             await stack.enter_async_context(listener.serving())

@@ -1,9 +1,9 @@
-"""``iop admin profile-fetch``: the files of a profile, by way of the ops listener, each held to its digest (AD-46)."""
+"""``iop admin profile-fetch``: a profile's files, from the server that named them, each held to its digest (AD-46)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable
 from hashlib import sha256
 from mimetypes import guess_extension
 from pathlib import Path
@@ -37,16 +37,19 @@ async def profile_fetch(
     ops: Annotated[
         str | None,
         typer.Option(
-            "--ops", metavar="HOST:PORT", help="The Edge's ops listener; else the one that runs here."
+            "--ops",
+            metavar="HOST:PORT",
+            help="Fetch from an Edge's ops listener; else from the admin server itself.",
         ),
     ] = None,
     ops_token: Annotated[
-        str | None, typer.Option("--ops-token", metavar="REF", help="file:PATH, env:NAME, none, or a role.")
+        str | None,
+        typer.Option("--ops-token", metavar="REF", help="With --ops: file:PATH, env:NAME, none, or a role."),
     ] = None,
 ) -> None:
-    """Fetch the files of a stopped profile by way of the Edge, and check each one's digest.
+    """Fetch the files of a stopped profile, and check each one's digest.
 
-    Engines that are operated through their own OpenEngineAdmin keep their files beside them: fetch those there.
+    From an Edge they come by way of the Nodes, from an engine's own admin server straight.
 
     Example: iop admin profile-fetch op-4f2a --out profiles
     """
@@ -56,12 +59,11 @@ async def profile_fetch(
             f"{operation} is no profile-stop that succeeded: give the operation that profile-stop named.",
             reason="NO_ARTIFACTS",
         )
-    endpoint = find_endpoint("ops", target=ops, token=ops_token, role="viewer")
-    client = OpsClient(OpsTarget(address=endpoint.address, token=endpoint.token))
+    read = call.client.artifact if ops is None else _over_ops(ops, ops_token)
     out.mkdir(parents=True, exist_ok=True)
     saved = []
     for artifact in shown.result.artifacts:
-        path = save(artifact, client.artifact(artifact.uri.removeprefix(SCHEME)), out)
+        path = await save(artifact, read(artifact.uri), out)
         saved.append({"file": str(path), "bytes": artifact.size_bytes, "sha256": artifact.sha256.hex()})
         if not call.as_json:
             data.print(f"{path}: {artifact.size_bytes} bytes, digest checked")
@@ -69,7 +71,19 @@ async def profile_fetch(
         print_json({"files": saved})
 
 
-def save(artifact: ProfileArtifact, chunks: Iterable[bytes], directory: Path) -> Path:
+def _over_ops(ops: str, token: str | None) -> Callable[[str], AsyncIterator[bytes]]:
+    """The same files by HTTP, where only that listener can be reached."""
+    endpoint = find_endpoint("ops", target=ops, token=token, role="viewer")
+    client = OpsClient(OpsTarget(address=endpoint.address, token=endpoint.token))
+
+    async def read(uri: str) -> AsyncIterator[bytes]:
+        for chunk in client.artifact(uri.removeprefix(SCHEME)):
+            yield chunk
+
+    return read
+
+
+async def save(artifact: ProfileArtifact, chunks: AsyncIterator[bytes], directory: Path) -> Path:
     """Write one file, whole and right or not at all.
 
     Raises:
@@ -83,7 +97,7 @@ def save(artifact: ProfileArtifact, chunks: Iterable[bytes], directory: Path) ->
     digest, size = sha256(), 0
     try:
         with part.open("wb") as file:
-            for chunk in chunks:
+            async for chunk in chunks:
                 size += len(chunk)
                 if size > artifact.size_bytes:
                     break

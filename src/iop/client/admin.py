@@ -52,6 +52,7 @@ from iop.core.errors import (
     Unavailable,
     Unsupported,
 )
+from iop.pb.iop import artifacts_pb2, artifacts_pb2_grpc
 from iop.pb.openengine.v1 import admin_pb2 as pb
 from iop.pb.openengine.v1 import admin_pb2_grpc
 
@@ -144,6 +145,7 @@ class AdminClient:
         self._metadata = _credentials(target.token)
         self._channel = _open_channel(target)
         self._stub: Any = admin_pb2_grpc.OpenEngineAdminStub(self._channel)
+        self._artifacts: Any = artifacts_pb2_grpc.ArtifactsStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -192,6 +194,23 @@ class AdminClient:
         """One page of operations, newest first."""
         message = self._codec.encode(request or ListOperationsRequest(), pb.ListAdminOperationsRequest())
         return self._codec.decode(await self._call("ListOperations", message), OperationPage)
+
+    async def artifact(self, uri: str) -> AsyncIterator[bytes]:
+        """A profile's file in pieces, at the reader's pace (AD-46); hold it to the digest that stands with its name.
+
+        Raises:
+            NotFound: the server knows no such artifact.
+            Unsupported: it hands out no files.
+            Unavailable: it could not be had whole.
+        """
+        call = self._artifacts.Read(artifacts_pb2.ReadArtifactRequest(uri=uri), metadata=self._metadata)
+        try:
+            async for piece in call:
+                yield piece.data
+        except grpc.aio.AioRpcError as error:
+            raise self._error_of(error) from error
+        finally:
+            call.cancel()
 
     def watch(self, operation_id: str, *, after_sequence: int = 0) -> AsyncIterator[AdminOperationEvent]:
         """Attach to an operation's events after a sequence, to its terminal event."""

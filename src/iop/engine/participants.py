@@ -7,7 +7,7 @@ takes no inference until `apply_gates` has opened every rank's gate.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, assert_never
 
@@ -97,6 +97,11 @@ CAPABILITIES: Final = Capabilities(
 
 _REMEMBERED_MAX: Final = 4096
 """Answers kept for repeated steps; an operation has few, and old ones are fenced off anyway."""
+
+_ARTIFACTS_MAX: Final = 4096
+"""Artifacts that can be fetched; the oldest go first."""
+
+_PIECE_BYTES: Final = 64 * 1024
 
 _CODES: Final[Mapping[str, AdminErrorCode]] = {
     "DRAIN_TIMEOUT": AdminErrorCode.DRAIN_TIMEOUT,
@@ -344,6 +349,26 @@ class RankDriver:
         except KeyError:
             raise NotFound("No artifact has this uri.", reason="ARTIFACT_NOT_FOUND") from None
 
+    async def read_artifact(self, uri: str) -> AsyncIterator[bytes]:
+        """The bytes of an artifact at the reader's pace (AD-46).
+
+        Raises:
+            NotFound: no artifact has this uri.
+            Unavailable: its file cannot be read, or is not what was named any more.
+        """
+        file = self.artifact(uri)
+        left = file.size_bytes
+        try:
+            # Reading a piece of a local file is as quick as a copy.
+            with Path(file.path).open("rb") as source:  # noqa: ASYNC230
+                while left and (piece := source.read(min(left, _PIECE_BYTES))):
+                    left -= len(piece)
+                    yield piece
+        except OSError:
+            left = -1
+        if left:
+            raise Unavailable("The artifact's file is not whole any more.", reason="ARTIFACT_LOST")
+
     def _done(self, *, work: WorkCounts | None = None) -> StepResult:
         return StepResult(
             participants=tuple(ParticipantOutcome(participant_id=one) for one in self._ids),
@@ -424,7 +449,10 @@ class RankDriver:
         for file in files:
             one = self._ids[max(0, file.rank)]
             uri = f"profile:{profile_id}/{one}/{Path(file.path).name}"
+            self._artifacts.pop(uri, None)
             self._artifacts[uri] = file
+            while len(self._artifacts) > _ARTIFACTS_MAX:
+                self._artifacts.pop(next(iter(self._artifacts)))
             told[one].append(
                 ProfileArtifact(
                     participant_id=one,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -27,20 +28,26 @@ def artifact(participant: str = "n1/main/0") -> ProfileArtifact:
     )
 
 
+async def chunks(*pieces: bytes) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
 @pytest.mark.clause("AD-46")
-def test_a_file_that_has_its_digest_is_kept(tmp_path: Path) -> None:
-    path = save(artifact(), [CONTENT[:7], CONTENT[7:]], tmp_path)
+async def test_a_file_that_has_its_digest_is_kept(tmp_path: Path) -> None:
+    path = await save(artifact(), chunks(CONTENT[:7], CONTENT[7:]), tmp_path)
     assert path.read_bytes() == CONTENT
     assert [each.name for each in tmp_path.iterdir()] == ["n1-main-0.scheduler.json"]
 
 
 @pytest.mark.clause("AD-46")
 @pytest.mark.parametrize("content", [b"", CONTENT[:-1], CONTENT + b"!", CONTENT[:-1] + b"!"])
-def test_of_any_other_file_nothing_is_left(tmp_path: Path, content: bytes) -> None:
+async def test_of_any_other_file_nothing_is_left(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        save(artifact(), [content], tmp_path)
+        await save(artifact(), chunks(content), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_participant_cannot_name_a_directory(tmp_path: Path) -> None:
-    assert save(artifact("../../etc/x"), [CONTENT], tmp_path).parent == tmp_path
+async def test_a_participant_cannot_name_a_directory(tmp_path: Path) -> None:
+    path = await save(artifact("../../etc/x"), chunks(CONTENT), tmp_path)
+    assert path.parent == tmp_path

@@ -45,6 +45,7 @@ from iop.core.errors import (
     RemoteProtocolError,
     Unavailable,
 )
+from iop.pb.iop import artifacts_pb2, artifacts_pb2_grpc
 from iop.pb.openengine.v1 import admin_pb2 as pb
 from iop.pb.openengine.v1 import admin_pb2_grpc
 
@@ -112,6 +113,11 @@ class AdminRpc:
         message = self._codec.encode(request, pb.StopProfileRequest())
         answer = await self._unary("StopProfile", message, timeout_s=timeout_s)
         return self._codec.decode(answer, StopProfileResult)
+
+    def read_artifact(self, uri: str) -> Any:
+        """The call that streams one of the engine's profile files; its owner reads and cancels it (AD-46)."""
+        stub: Any = artifacts_pb2_grpc.ArtifactsStub(self._channel)
+        return stub.Read(artifacts_pb2.ReadArtifactRequest(uri=uri), metadata=self._metadata)
 
     async def plan(self, request: MutationRequest) -> OperationPlan:
         """A dry run (`validate_only`); its blockers say why the mutation would be refused."""

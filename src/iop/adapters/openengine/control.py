@@ -20,6 +20,7 @@ from iop.adapters.base import AdapterServices, TunnelStream
 from iop.adapters.http_tunnel import refuse_tunnel
 from iop.adapters.openengine import steps
 from iop.adapters.openengine.admin_rpc import AdminRpc, OperationFailedError
+from iop.adapters.openengine.artifact_fetch import ArtifactFetch
 from iop.adapters.openengine.channel import bearer, check_authority, connect, error_of, open_channel
 from iop.admin.enums import (
     AdminErrorCode,
@@ -45,6 +46,7 @@ from iop.admin.results import (
     ChangeResult,
     OperationProgress,
     OperationResult,
+    ProfileArtifact,
     ReconfigureServingResult,
     RestoreResourcesResult,
     ResumeResult,
@@ -92,6 +94,9 @@ _log = logging.getLogger(__name__)
 PROFILES_KEPT_MAX: Final = 256
 """Profiles whose engine-side id is remembered; stopping an older one needs the engine's own port."""
 
+ARTIFACTS_KEPT_MAX: Final = 4096
+"""Artifacts whose size and digest are remembered; older ones are held to them by who asked for them alone."""
+
 
 class OpenEngineControl:
     """The `EngineControl` over OpenEngineAdmin.
@@ -115,12 +120,15 @@ class OpenEngineControl:
         self._instance = ""
         self._failure = "the engine's admin listener was not asked yet"
         self._frozen = 0
+        self._tasks: asyncio.TaskGroup | None = None
+        self._artifacts: dict[str, ProfileArtifact] = {}
         self._profiles: dict[str, str] = {}
         self._profiles_running: dict[ParticipantId, frozenset[str]] = {}
         self._serving: dict[ParticipantId, dict[ReconfigurableField, ServingValue]] = {}
 
-    async def start(self, tasks: asyncio.TaskGroup) -> None:  # noqa: ARG002 - the Protocol's
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Open the channels; they connect when first used."""
+        self._tasks = tasks
         self._channel = open_channel(self._settings.admin_target, ca_pem=self._settings.tls_ca_pem)
         self._rpc = AdminRpc(self._channel, self._settings.admin_token)
         if self._settings.target:
@@ -159,16 +167,15 @@ class OpenEngineControl:
             return ()
         return steps.infos_of(self._profile, instance=self._instance)
 
-    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:  # noqa: ARG002
-        """Not offered: the admin contract hands artifacts out over HTTP, whose address is not in our
-        config.
-        """
-        refuse_tunnel(
-            stream,
-            StreamErrorCode.INVALID_REQUEST,
-            "this engine's artifacts cannot be fetched through the node",
-        )
-        on_done()
+    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
+        """From the engine's own admin listener, under the credential of its steps (AD-46)."""
+        if self._rpc is None or self._tasks is None:
+            refuse_tunnel(stream, StreamErrorCode.UPSTREAM_ERROR, "the adapter is closed")
+            on_done()
+            return
+        fetch = ArtifactFetch(self._rpc, uri, stream, named=self._artifacts.get(uri))
+        fetch.bind()
+        self._tasks.create_task(fetch.run(on_done), name="artifact")
 
     async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
         """From a profile read now; whoever it does not name cannot be told about."""
@@ -463,6 +470,11 @@ class OpenEngineControl:
         )
         for each in call.participant_ids:
             self._profiles_running[each] = self._profiles_running.get(each, frozenset()) - {profile_id}
+        for artifact in result.artifacts:
+            self._artifacts.pop(artifact.uri, None)
+            self._artifacts[artifact.uri] = artifact
+        while len(self._artifacts) > ARTIFACTS_KEPT_MAX:
+            self._artifacts.pop(next(iter(self._artifacts)))
         return StepResult(
             participants=tuple(
                 ParticipantOutcome(

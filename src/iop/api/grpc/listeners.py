@@ -10,6 +10,13 @@ import grpc
 from iop.admin.permissions import Permission, Principal
 from iop.admin.profile import AdminLimits
 from iop.api.grpc.admin_service import ADMIN_METHODS, ADMIN_SERVICE, AdminOperations, AdminService, audit_name
+from iop.api.grpc.artifact_service import (
+    ARTIFACT_METHODS,
+    ARTIFACT_SERVICE,
+    READ,
+    ArtifactService,
+    ReadArtifact,
+)
 from iop.api.grpc.auth import ApiCaller, ApiKeyDirectory, PrincipalDirectory
 from iop.api.grpc.control_service import CONTROL_METHODS, CONTROL_SERVICE, ControlService
 from iop.api.grpc.health import HEALTH_SERVICE
@@ -19,6 +26,7 @@ from iop.api.grpc.ports import ControlPort, InferencePort
 from iop.api.grpc.server import REFLECTION_SERVICE, GrpcListener, GrpcService, ListenerSettings
 from iop.core.errors import IopError
 from iop.core.limits import MIB
+from iop.pb.iop import artifacts_pb2, artifacts_pb2_grpc
 from iop.pb.openengine.v1 import admin_pb2, admin_pb2_grpc, openengine_pb2, openengine_pb2_grpc
 
 __all__ = ["admin_listener", "admin_receive_bytes_max", "inference_listener"]
@@ -44,6 +52,7 @@ def admin_listener(
     settings: ListenerSettings,
     *,
     control: ControlPort | None = None,
+    read_artifact: ReadArtifact | None = None,
     on_ended: OnEnded | None = None,
 ) -> GrpcListener:
     """OpenEngineAdmin with its health and reflection.
@@ -55,6 +64,7 @@ def admin_listener(
         principals: who may do what.
         settings: where to listen; raise its receive limit to `admin_receive_bytes_max`.
         control: serve Control here too, under permissions of its own: the privileged calls live here (AD-103).
+        read_artifact: hand out the files that profiles leave, too (AD-46).
         on_ended: told of each call's method, status and seconds; see `iop.api.grpc.rpc_metrics`.
     """
     admin_service = AdminService(operations)
@@ -72,11 +82,13 @@ def admin_listener(
     ]
     if control is not None:
         services.append(_privileged_control(operations, control))
+    if read_artifact is not None:
+        services.append(_artifacts(operations, read_artifact))
 
     async def audit_refusal(principal: Principal, method: str, error: IopError) -> None:
         await operations.audit(principal, audit_name(method), outcome=error.reason)
 
-    permissions = {**ADMIN_METHODS, **CONTROL_METHODS, REFLECTION_METHOD: Permission.PROFILE}
+    permissions = {**ADMIN_METHODS, **CONTROL_METHODS, **ARTIFACT_METHODS, REFLECTION_METHOD: Permission.PROFILE}
     return GrpcListener(
         services,
         interceptors=(
@@ -89,6 +101,23 @@ def admin_listener(
             ),
         ),
         settings=settings,
+    )
+
+
+def _artifacts(operations: AdminOperations, read: ReadArtifact) -> GrpcService:
+    async def audit(principal: Principal, outcome: str) -> None:
+        await operations.audit(principal, READ, outcome=outcome)
+
+    service = ArtifactService(read, audit)
+
+    def register(server: grpc.aio.Server) -> None:
+        artifacts_pb2_grpc.add_ArtifactsServicer_to_server(service, server)
+
+    return GrpcService(
+        name=ARTIFACT_SERVICE,
+        file=artifacts_pb2.DESCRIPTOR,
+        register=register,
+        is_serving=lambda: operations.is_serving,
     )
 
 
