@@ -187,6 +187,9 @@ class OpenEngineAdapter:
             self._services.on_change()
         if run.reached_engine is False:
             self._observe(Health.OFFLINE, "the engine cannot be reached")
+        elif run.refusal == "no_capacity":
+            # Another Edge, with nobody behind it: the next probe, which this brings near, says when that is over.
+            self._observe(Health.NOT_READY, "no provider is available behind it")
         elif run.reached_engine and self._health is Health.OFFLINE:
             self._observe(Health.READY, "")
 

@@ -121,7 +121,8 @@ async def connect(channel: grpc.aio.Channel, *, timeout_s: float = CONNECT_TIMEO
 def error_of(status: grpc.aio.AioRpcError) -> IopError:
     """The typed error that a status and its ErrorInfo tell; the engine's words are shortened."""
     error_type = _ERRORS.get(status.code(), Internal)
-    words = (status.details() or status.code().name)[:MESSAGE_CHARS_MAX]
+    # An Edge that passes on what its own engine said has put the word before it already.
+    words = (status.details() or status.code().name).removeprefix("engine: ")[:MESSAGE_CHARS_MAX]
     if status.code() is grpc.StatusCode.UNAVAILABLE and "addresses" in words:
         # The library's own text names the address (EN-04).
         words = "the engine cannot be reached"

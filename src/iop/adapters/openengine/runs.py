@@ -79,6 +79,7 @@ class GenerateRun:
 
     Attributes:
         weight_version: what the engine said of its weights; empty until it did.
+        refusal: why the engine did not take the run, where it said so by a stable code; empty: it took it.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class GenerateRun:
         self._is_passed = stream.request.metadata.get(run_metadata.OPENENGINE_REQUEST) == "1"
         self._takes_priority = takes_priority
         self.weight_version = ""
+        self.refusal = ""
         self._stream = stream
         self._channel = channel
         self._api_key = api_key
@@ -233,7 +235,7 @@ class GenerateRun:
             case Unavailable() | Overloaded() | Draining() | PreconditionFailed() | NotFound() if (
                 reason := error.reason.lower()
             ) in _REASONS and not self._has_started:
-                code = reason
+                code = self.refusal = reason
             case Unsupported() if self._is_passed:
                 code = "unsupported_feature"
             case InvalidRequest() | Unsupported() | NotFound():
