@@ -188,6 +188,7 @@ class Dispatcher:
         handle = DispatchHandle(self, request, prepare, record, demand, self._snapshot.limits, now)
         if self._tracer is not None:
             handle.trace = RequestTrace(self._tracer, request)
+        self._catch_up(now)
         answer = self.pools.acquire(demand, now=now)
         while True:
             if isinstance(answer, Waiting):
@@ -202,8 +203,7 @@ class Dispatcher:
                 if not handle.may_try_again:
                     lost = Unavailable("the provider's Node was lost", reason="node_lost", retry_after_s=1.0)
                     raise handle.rejected(self._reject(record, lost))
-                handle.demand = replace(handle.demand, run_id=self._new_run_id())
-                answer = self.pools.acquire_again(handle.demand, now=self._loop.time())
+                answer = self._acquire_again(handle)
 
     def record_rejection(self, request_id: RequestId, model: str, reason: str, *, caller: str = "") -> None:
         """Record a request that a surface refused before dispatch, for ``iop explain`` (EN-112)."""
@@ -223,6 +223,10 @@ class Dispatcher:
         try:
             while self._settlements:
                 self._deliver(self._settlements.popleft())
+        except BaseException:
+            # One request's code raised: the others get theirs all the same.
+            self._loop.call_soon(self.apply, ())
+            raise
         finally:
             self._is_settling = False
         self.rearm()
@@ -257,7 +261,15 @@ class Dispatcher:
     def apply_snapshot(self, snapshot: EdgeSnapshot) -> None:
         """Take a new configuration; running requests keep the limits they were admitted under (EN-114)."""
         self._snapshot = snapshot
-        self.apply(self.pools.apply_snapshot(snapshot, now=self._loop.time()))
+        settled = self.pools.apply_snapshot(snapshot, now=self._loop.time())
+        self._recall()
+        self.apply(settled)
+
+    def set_absent(self, node: NodeId, generation: Generation, absent: Collection[ProviderId]) -> None:
+        """After a refresh: which adapters of this generation do not run; nothing new starts there (EN-80)."""
+        settled = self.pools.set_absent(node, generation, absent, now=self._loop.time())
+        self._recall()
+        self.apply(settled)
 
     def abort(self, keys: Collection[ProviderKey]) -> int:
         """End all work on these providers with ``aborted_by_admin``; how many had no outcome yet (AD-41)."""
@@ -451,11 +463,33 @@ class Dispatcher:
     def seek_again(self, handle: DispatchHandle, tried: frozenset[ProviderKey]) -> None:
         """Find another lease for a repeated request, without its caller noticing; with a new run id (EN-118)."""
         self.repeats_total += 1
-        handle.demand = replace(handle.demand, run_id=self._new_run_id(), tried=tried)
-        answer = self.pools.acquire_again(handle.demand, now=self._loop.time())
-        self._continue(handle, answer)
+        self._continue(handle, self._acquire_again(handle, tried))
 
     # ---- inner ----
+
+    def _catch_up(self, now: float) -> None:
+        """Before a lease is asked for: let those go first who waited for nothing but a moment that is over.
+
+        After a stall of the loop, what was read is handled before timers are. Without this a newcomer would take the
+        slot of an older waiter, or be refused for a queue that only looks full (EN-110).
+        """
+        if self._timer is not None and self._timer_at <= now:
+            self.apply(self.pools.catch_up(now))
+
+    def _acquire_again(
+        self, handle: DispatchHandle, tried: frozenset[ProviderKey] | None = None
+    ) -> Lease | Waiting | Refusal:
+        """Ask for another lease for a request, under a new run id (EN-118); nobody new waits once the Edge closes."""
+        if self.is_closing:
+            return Refusal(reason=RefusalReason.SHUTDOWN, retry_after_s=1.0)
+        now = self._loop.time()
+        self._catch_up(now)
+        handle.demand = replace(
+            handle.demand,
+            run_id=self._new_run_id(),
+            tried=handle.demand.tried if tried is None else tried,
+        )
+        return self.pools.acquire_again(handle.demand, now=now)
 
     def _promise(self, handle: DispatchHandle, answer: Lease | Waiting | Refusal) -> None:
         """Give the task that waits for a lease something to wait for; it may be there already."""
@@ -522,8 +556,7 @@ class Dispatcher:
             assert isinstance(lease, Lease)
             del self._granted[lease.id]
             self.apply(self.pools.release(lease, Verdict.NEUTRAL, now=now))
-            handle.demand = replace(handle.demand, run_id=self._new_run_id())
-            self._promise(handle, self.pools.acquire_again(handle.demand, now=now))
+            self._promise(handle, self._acquire_again(handle))
 
     def _may_start(self, promise: asyncio.Future[Lease | Refusal]) -> bool:
         lease = promise.result()
@@ -584,7 +617,8 @@ class Dispatcher:
 
     def _deadline_passed(self) -> None:
         self._timer = None
-        self.apply(self.pools.handle_deadline(self._loop.time()))
+        # A loop may fire early by what its clock cannot tell; that is when the deadline is, not another turn later.
+        self.apply(self.pools.handle_deadline(max(self._loop.time(), self._timer_at)))
 
     def _start_confirm(self, attempt: Attempt) -> None:
         at = self._loop.time() + self._snapshot.limits.cancel_confirm_s

@@ -408,6 +408,8 @@ class Nodes:
         )
 
     async def _push(self, effect: RefreshWanted, session: _Session) -> None:
+        if self.registry.owner_of(effect.node.id) != effect.connection:
+            return  # it was lost in the turn in which this was decided; nothing is sent to a former owner (EN-81)
         outcome, reason = RefreshOutcome.FAILED, ""
         try:
             answer = await session.connection.refresh(
@@ -439,8 +441,7 @@ class Nodes:
             )
         )
         if self._dispatcher is not None and effect.connection in self._sessions:
-            absent = self._absent(effect.connection)
-            self._dispatcher.apply(self._pools.set_absent(effect.node.id, effect.generation, absent, now=now))
+            self._dispatcher.set_absent(effect.node.id, effect.generation, self._absent(effect.connection))
 
     def _rearm(self) -> None:
         if self._timer is not None:

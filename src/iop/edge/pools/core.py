@@ -2,7 +2,8 @@
 
 Invariant, after every call: no waiter stands in a queue while a slot that it fits is free. All calls that free a slot
 or open a gate therefore pump before they return, and an arrival may take a free slot at once: had anybody who fits it
-been waiting, it would not be free.
+been waiting, it would not be free. Time makes room without a call; whoever asks for a lease says :meth:`Pools.catch_up`
+first when :meth:`Pools.next_deadline` is over.
 
 A pump looks only at the heads of the classes of the models that the touched providers serve.
 """
@@ -149,11 +150,14 @@ class Pools:
         return self._pump((provider,), now)
 
     def may_start(self, lease: Lease) -> bool:
-        """Whether work may begin under a lease that was granted earlier: still out, and no gate closed since."""
+        """Whether work may begin under a lease that was granted earlier.
+
+        It is still out, no gate has closed since, and the adapter has not gone.
+        """
         if lease.id not in self.leases:
             return False
         provider = self._providers.get(lease.key)
-        return provider is not None and provider.gate.is_open
+        return provider is not None and provider.gate.is_open and provider.is_started
 
     def hold_back(self, key: ProviderKey, until: float) -> None:
         """A provider's own gate was full: nothing new for it until then (EN-117)."""
@@ -259,6 +263,8 @@ class Pools:
         }
         for model_id in snapshot.models:
             self._queues.setdefault(model_id, ModelQueue())
+            if not self._members[model_id]:
+                self._judge(model_id, now)  # no provider leads to it any more
         return settled + self._settle(list(self._providers.values()), now)
 
     def deny_all(self, reason: RefusalReason) -> list[Settlement]:
@@ -291,8 +297,8 @@ class Pools:
                     best = moment
         return best
 
-    def handle_deadline(self, now: float) -> list[Settlement]:
-        """Serve who can run by now, then refuse whose time is over."""
+    def catch_up(self, now: float) -> list[Settlement]:
+        """Serve those whom only time kept out: a breaker has half opened, a provider is busy no more."""
         due: list[Provider] = []
         for key, provider in list(self._timed.items()):
             is_due = provider.breaker.poll(now)
@@ -303,7 +309,11 @@ class Pools:
                 due.append(provider)
             if not provider.busy_until and provider.breaker.next_deadline() is None:
                 del self._timed[key]
-        settled = self._settle(due, now)
+        return self._settle(due, now)
+
+    def handle_deadline(self, now: float) -> list[Settlement]:
+        """Serve who can run by now, then refuse whose time is over."""
+        settled = self.catch_up(now)
         for model_id, queue in self._queues.items():
             if queue.depth:
                 settled += self._expire(self._snapshot.models[model_id], queue, now)
@@ -506,13 +516,17 @@ class Pools:
             return Condition.REJECTING
         return Condition.EMPTY
 
+    def _judge(self, model_id: ModelId, now: float) -> None:
+        """Say anew what the classes of a model wait for."""
+        for key, lane in self._queues[model_id].classes.items():
+            lane.set_condition(self._condition(model_id, key, now), now)
+
     def _settle(self, touched: Iterable[Provider], now: float) -> list[Settlement]:
         """After a change of what providers are: conditions anew, then pump, then refuse whom a pause rejects."""
         providers = list(touched)
         models = {model_id for provider in providers for model_id in provider.models}
         for model_id in models:
-            for key, lane in self._queues[model_id].classes.items():
-                lane.set_condition(self._condition(model_id, key, now), now)
+            self._judge(model_id, now)
         settled = self._pump(providers, now)
         for model_id in models:
             queue = self._queues[model_id]
