@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine, Mapping
-from typing import Any, Final, TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from contextvars import Context
+from typing import Any, Final, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 CLOCK_RESOLUTION_S: Final = 1e-9
+
+LOOK_EVERY: Final = 64
+"""Turns with something ready between two looks at real files. Only a signal or a thread writes to one, the loop's own,
+and a system call in each turn would cost more than most turns do."""
 
 
 class LoopStalledError(RuntimeError):
@@ -25,6 +32,7 @@ class _JumpingSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self._real = selectors.DefaultSelector()
+        self._unseen = 0
         self.now = 0.0
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -34,6 +42,10 @@ class _JumpingSelector(selectors.BaseSelector):
         return self._real.unregister(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout == 0 and self._unseen < LOOK_EVERY:
+            self._unseen += 1
+            return []
+        self._unseen = 0
         ready = self._real.select(0)
         if ready:
             return ready
@@ -53,6 +65,9 @@ class _JumpingSelector(selectors.BaseSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """See the module's text. Its clock starts at zero."""
 
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
@@ -62,9 +77,33 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Virtual seconds."""
         return self._jumping.now
 
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """As any loop; what is nearer than its clock can tell is now. Else a timer that fires that early, and is set
+        again for the same moment, would keep the clock from ever reaching it.
+        """
+        if 0.0 < when - self._jumping.now < CLOCK_RESOLUTION_S:
+            self._jumping.now = when
+        return super().call_at(when, callback, *args, context=context)
+
     def stand_still(self, seconds: float) -> None:
         """Let time pass without anything running, as when the process is stopped."""
         self._jumping.now += seconds
+
+    def next_timer(self) -> float | None:
+        """When the next timer is due; ``None`` when none is set."""
+        return min((timer.when() for timer in self._scheduled if not timer.cancelled()), default=None)
+
+    def is_quiet(self) -> bool:
+        """Whether, but for who asks, everything that was ready has run, and no timer is due."""
+        if self._ready:
+            return False
+        return not self._scheduled or self._scheduled[0].when() >= self.time() + CLOCK_RESOLUTION_S
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
