@@ -155,6 +155,7 @@ class AdminCore:
         self._timing = timing or CoreTiming()
         self._announcer = Announcer()
         self._executors: dict[OperationId, Executor] = {}
+        self._reviving: dict[OperationId, asyncio.Event] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._ready = asyncio.Event()
         self._store_ok = False
@@ -216,8 +217,12 @@ class AdminCore:
         snapshot = await self._journal.snapshot()
         for operation_id in sorted(snapshot.running, key=lambda i: snapshot.running[i].spec.ordinal):
             tasks.create_task(self._execute(operation_id, is_recovery=True), name=f"op {operation_id}")
+            self._reviving[operation_id] = asyncio.Event()
+        reviving = tuple(self._reviving.values())
         try:
             async with asyncio.timeout(self._timing.first_look_timeout_s):
+                for each in reviving:
+                    await each.wait()
                 await self._reconciler.look(everybody=True)
         except TimeoutError:
             logger.warning("admin.first_look_incomplete")
@@ -299,14 +304,26 @@ class AdminCore:
             await self._execute_bounded(operation_id, is_recovery=is_recovery)
         finally:
             self._announcer.end(operation_id)
+            self._revived(operation_id)
         self._reconciler.look_again()
+
+    def _revived(self, operation_id: OperationId) -> None:
+        """An unfinished operation has its restarted engines where it found them; listeners need not wait for more."""
+        reviving = self._reviving.pop(operation_id, None)
+        if reviving is not None:
+            reviving.set()
 
     async def _execute_bounded(self, operation_id: OperationId, *, is_recovery: bool) -> None:
         for attempt in range(EXECUTION_ATTEMPTS):
             record = await self._journal.load(operation_id)
             if record is None or record.moves.state.is_terminal:
                 break
-            executor = Executor(self._ports, record, is_recovery=is_recovery or attempt > 0)
+            executor = Executor(
+                self._ports,
+                record,
+                is_recovery=is_recovery or attempt > 0,
+                on_revived=lambda: self._revived(operation_id),
+            )
             self._executors[operation_id] = executor
             groups = [g.group_id for g in record.spec.groups]
             self._reconciler.touch(groups)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from iop.admin import settle
 from iop.admin.crew import GroupReport
@@ -39,12 +39,22 @@ logger = logging.getLogger(__name__)
 class Executor:
     """Runs one operation. `run` ends when the operation is terminal; nothing of it runs afterwards."""
 
-    def __init__(self, ports: ExecutorPorts, record: OperationRecord, *, is_recovery: bool) -> None:
+    def __init__(
+        self,
+        ports: ExecutorPorts,
+        record: OperationRecord,
+        *,
+        is_recovery: bool,
+        on_revived: Callable[[], None] = lambda: None,
+    ) -> None:
         self._ports = ports
         self._ledger = Ledger(ports, record)
         self._runner = StepRunner(self._ledger)
         self._is_recovery = is_recovery
+        self._on_revived = on_revived
+        self._rollback = Rollback(self._ledger, self._runner)
         self._dropped: dict[GroupId, GroupReport] = {}
+        self._starts_over = False
         remaining_ns = record.spec.deadline_at_unix_nanos - ports.clock.unix_nanos()
         self._deadline = ports.clock.monotonic() + remaining_ns / 1e9
 
@@ -83,7 +93,10 @@ class Executor:
         # Gates close before anything is asked of an engine, and are the journal's already (AD-39).
         await self._ports.regate()
         if self._is_recovery:
-            await self._read_back_before_repeating()
+            seen = await self._read_back_before_repeating()
+            if plan.direction is Direction.FORWARD:
+                await self._revive(seen)
+            self._on_revived()
         failure = plan.failure if plan.direction is Direction.BACK else await self._go_forward()
         if failure is not None:
             await self._end_badly(failure)
@@ -98,7 +111,7 @@ class Executor:
         )
         return Advance(moves=moves)
 
-    async def _read_back_before_repeating(self) -> None:
+    async def _read_back_before_repeating(self) -> Mapping[ParticipantId, ParticipantReadBack]:
         """After a restart the engines' word comes before any step is repeated (AD-26)."""
         ids = self._ledger.record.spec.participant_ids
         seen = await self._ledger.read(ids)
@@ -109,6 +122,30 @@ class Executor:
             len(ids),
             unreachable,
         )
+        return seen
+
+    async def _revive(self, seen: Mapping[ParticipantId, ParticipantReadBack]) -> None:
+        """Engines that restarted too: what they had done is gone, and the steps that are left may build on it.
+
+        They are brought to where the operation found them, or, past the point of no return, to the published version;
+        then every phase is theirs again. Where that fails, so does the step that needed it.
+        """
+        restarted = [g for g in self._ledger.record.spec.groups if self._ledger.has_restarted(g, seen)]
+        if not restarted:
+            return
+        snapshot = await self._ports.journal.snapshot()
+        target = settle.without_operation(snapshot.desired, self._ledger.record)
+        until = self._ports.clock.monotonic() + self._ports.timing.rollback_timeout_s
+        for group in restarted:
+            why = await self._rollback.bring_to(target, group, seen, until=until)
+            logger.info(
+                "operation.revived op_id=%s group=%s differs=%s",
+                self._ledger.record.operation_id,
+                group.group_id,
+                why,
+            )
+        self._ledger.void_steps(g.group_id for g in restarted)
+        self._starts_over = True
 
     async def _go_forward(self) -> AdminError | None:
         """Run the phases that are left, then complete. Returns why it did not."""
@@ -130,7 +167,7 @@ class Executor:
         """Where to go on. After the commit every phase is looked at again: some groups may have been left behind."""
         if self._ledger.record.moves.committed:
             return next(index for index, phase in enumerate(self._ledger.record.spec.phases) if phase.commits)
-        return self._ledger.record.moves.phase_index
+        return 0 if self._starts_over else self._ledger.record.moves.phase_index
 
     def _called_off(self) -> AdminError | None:
         if self._ledger.record.moves.committed:
@@ -230,12 +267,12 @@ class Executor:
         if not groups:
             return {}
         before = await self._read_before(phase, groups)
-        number = await self._begin(index, phase, groups, before, fresh=fresh)
+        numbers = await self._begin(index, phase, groups, before, fresh=fresh)
         until = self._deadline
         if self._ledger.record.moves.committed:
             until = self._ports.clock.monotonic() + self._ports.timing.rollback_timeout_s
         content = await self._ports.with_content(body)
-        calls = [self._runner.call(group, number, content, until) for group in groups]
+        calls = [self._runner.call(group, numbers[group.group_id], content, until) for group in groups]
         return await self._runner.run(
             calls,
             goal=phase.goal,
@@ -262,20 +299,24 @@ class Executor:
         before: Mapping[ParticipantId, ParticipantReadBack],
         *,
         fresh: bool,
-    ) -> int:
-        """Make the step durable before it is sent; returns its number.
+    ) -> Mapping[GroupId, int]:
+        """Make the step durable before it is sent; returns its number for each group.
 
         A step that was begun before a restart keeps its number, so that who executed it already knows it (AD-36).
         """
         known = {
             s.group_id: s for s in self._ledger.steps.values() if s.phase_index == index and not s.is_undo
         }
-        open_steps = {group for group, s in known.items() if s.result is None}
-        numbers = {known[g.group_id].step for g in groups if g.group_id in open_steps}
-        number = min(numbers) if numbers and not fresh else self._ledger.record.moves.next_step
+        next_step = self._ledger.record.moves.next_step
+        numbers = {
+            g.group_id: known[g.group_id].step
+            if g.group_id in known and not fresh and self._ledger.is_open(known[g.group_id])
+            else next_step
+            for g in groups
+        }
         records = [
             StepRecord(
-                step=number,
+                step=numbers[g.group_id],
                 group_id=g.group_id,
                 phase_index=index,
                 before=known[g.group_id].before
@@ -293,7 +334,7 @@ class Executor:
                 moves=dataclasses.replace(
                     record.moves,
                     phase_index=index,
-                    next_step=max(record.moves.next_step, number + 1),
+                    next_step=max(record.moves.next_step, *(n + 1 for n in numbers.values())),
                 ),
                 events=(progress, *(ParticipantUpdate(status=s) for s in statuses)),
                 statuses=statuses,
@@ -301,14 +342,13 @@ class Executor:
             )
         )
         self._ledger.remember(records)
-        return number
+        return numbers
 
     async def _end_badly(self, failure: AdminError) -> None:
         keeps = (
             settle.keeps_what_is_done(self._ledger.record.spec.kind) or self._ledger.record.moves.committed
         )
-        rollback = Rollback(self._ledger, self._runner)
-        leftover = await rollback.leave_as_is() if keeps else await rollback.take_back(failure)
+        leftover = await self._rollback.leave_as_is() if keeps else await self._rollback.take_back(failure)
         now = self._ports.clock.unix_nanos()
         steps = tuple(self._ledger.steps.values())
         await self._ledger.advance(

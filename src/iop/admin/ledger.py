@@ -78,10 +78,13 @@ class Ledger:
         self.record = record
         self.steps: dict[tuple[int, GroupId], StepRecord] = {}
         self._answered: set[tuple[int, GroupId]] = set()
+        self._void: set[tuple[int, GroupId]] = set()
+        self._began: Mapping[ParticipantId, str] = {}
 
     async def open(self) -> None:
         """Take over the steps that a process before us recorded."""
         self.remember(await self.ports.journal.steps(self.record.operation_id))
+        self._began = self.instances()
 
     def groups_of(self, phase: Phase) -> list[GroupMembers]:
         """The groups that a phase concerns."""
@@ -164,6 +167,34 @@ class Ledger:
             for index, phase in enumerate(self.record.spec.phases)
             if any(g.group_id == group for g in self.groups_of(phase))
         )
+
+    def has_restarted(self, group: GroupMembers, seen: Mapping[ParticipantId, ParticipantReadBack]) -> bool:
+        """Whether all members answer, and some from another process than the operation began with."""
+        if not all(p in seen and seen[p].reachable for p in group.participant_ids):
+            return False
+        records = [
+            record
+            for _, record in sorted(self.steps.items())
+            if record.group_id == group.group_id and not record.is_undo
+        ]
+        began: dict[ParticipantId, str] = {}
+        for told in [r for record in records for r in record.before]:
+            began.setdefault(told.participant_id, told.instance)
+        for participant in group.participant_ids:
+            began.setdefault(participant, self._began.get(participant, ""))
+        for told in [r for record in records for r in record.after]:
+            began[told.participant_id] = began.get(told.participant_id) or told.instance
+        return any(began.get(p) and seen[p].instance not in {"", began[p]} for p in group.participant_ids)
+
+    def void_steps(self, groups: Iterable[GroupId]) -> None:
+        """What these groups did, a process that is gone did: every phase is theirs again, as another step."""
+        gone = frozenset(groups)
+        self._answered = {(index, group) for index, group in self._answered if group not in gone}
+        self._void |= {key for key in self.steps if key[1] in gone}
+
+    def is_open(self, record: StepRecord) -> bool:
+        """Whether a step was begun and its answer is still to come, from the process that it was sent to."""
+        return record.result is None and (record.step, record.group_id) not in self._void
 
     def failed_participants(self) -> tuple[ParticipantId, ...]:
         """Those that failed by themselves, not because the rest was called off."""

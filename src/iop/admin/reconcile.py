@@ -159,8 +159,9 @@ def _stale_weights(
     desired: Desired, members: Sequence[ParticipantInfo], seen: Mapping[ParticipantId, ParticipantReadBack]
 ) -> WeightRecord | None:
     for member in members:
-        if ResourceKind.WEIGHTS in released_kinds(desired, member.participant_id):
-            continue
+        gone = seen[member.participant_id].released or frozenset()
+        if ResourceKind.WEIGHTS in released_kinds(desired, member.participant_id) & gone:
+            continue  # what it gets back is judged when they are restored
         for weights in _published(desired, member):
             if not _has_weights(weights, member, seen[member.participant_id]):
                 return weights

@@ -1,4 +1,8 @@
-"""The way back: taking back what an operation touched, and finding out what it leaves (AD-29, AD-31, AD-32)."""
+"""The way back: taking back what an operation touched, and finding out what it leaves (AD-29, AD-31, AD-32).
+
+An engine that restarted within an operation lost what was done at its old process, and what was there before. It is
+brought to the state that the journal asks for, the way a reconciliation does, before anything is proven of it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from iop.admin import settle
-from iop.admin.enums import AdminOperationState, ParticipantPhase
+from iop.admin.desired import Desired
+from iop.admin.enums import AdminOperationKind, AdminOperationState, CacheOutcome, ParticipantPhase
 from iop.admin.goals import Goal
 from iop.admin.journal import Advance, Snapshot
 from iop.admin.ledger import Ledger, may_have_effect
-from iop.admin.reconcile import Remedy, divergence, remedy_for
+from iop.admin.reconcile import divergence, remedy_for
 from iop.admin.records import GroupMembers, OperationRecord, StepRecord
 from iop.admin.results import AdminError, OperationProgress, ParticipantUpdate
 from iop.admin.runner import StepRunner
@@ -48,10 +53,8 @@ class Rollback:
                 continue
             members = [infos[p] for p in group.participant_ids if p in infos]
             why = divergence(target, members, seen)
-            if why and self._has_restarted(group, seen):
-                # What was to be undone went with the old process, and so did what was there before.
-                await self._bring_back(group, remedy_for(target, members, seen), until=until)
-                why = divergence(target, members, await self._ledger.read_groups([group]))
+            if why and self._ledger.has_restarted(group, seen):
+                why = await self.bring_to(target, group, seen, until=until)
             if why:
                 bad[group.group_id] = why
         await self._note_rolled_back(touched, bad)
@@ -111,22 +114,21 @@ class Rollback:
                 first = next(iter(report.errors.values()))
                 bad[report.group_id] = f"its undo failed: {first.message}"
 
-    def _has_restarted(self, group: GroupMembers, seen: Mapping[ParticipantId, ParticipantReadBack]) -> bool:
-        """Whether all members answer, and some from another process than the operation began with."""
-        if not all(p in seen and seen[p].reachable for p in group.participant_ids):
-            return False
-        return any(
-            before.instance and before.instance != seen[before.participant_id].instance
-            for record in self._ledger.steps.values()
-            if record.group_id == group.group_id and not record.is_undo
-            for before in record.before
-        )
+    async def bring_to(
+        self,
+        target: Desired,
+        group: GroupMembers,
+        seen: Mapping[ParticipantId, ParticipantReadBack],
+        *,
+        until: float,
+    ) -> str:
+        """Bring a restarted engine to a state, as when it comes back at any other time (AD-35).
 
-    async def _bring_back(self, group: GroupMembers, remedy: Remedy, *, until: float) -> None:
-        """Bring a restarted engine to the state that the rollback goes back to, as when it comes back at any other time
-        (AD-35). Whether that succeeded is for the read-back to say.
+        Returns how it still differs; empty when it is there.
         """
-        for each in remedy.steps:
+        infos = {p.participant_id: p for p in self._ports.driver.participants()}
+        members = [infos[p] for p in group.participant_ids if p in infos]
+        for each in remedy_for(target, members, seen).steps:
             number = self._ledger.record.moves.next_step
             record = StepRecord(step=number, group_id=group.group_id, phase_index=0, is_undo=True)
             await self._ledger.advance(
@@ -147,7 +149,8 @@ class Rollback:
                 is_undo=True,
             )
             if not all(report.is_ok for report in reports.values()):
-                return
+                break
+        return divergence(target, members, await self._ledger.read_groups([group]))
 
     async def _note_rolled_back(self, touched: Sequence[GroupMembers], bad: Mapping[GroupId, str]) -> None:
         statuses = tuple(
@@ -165,29 +168,51 @@ class Rollback:
 
     async def leave_as_is(self) -> settle.Leftover:
         """Nothing is taken back: sort the groups into done, consistent as before, and unknown (AD-29)."""
+        until = self._ports.clock.monotonic() + self._ports.timing.rollback_timeout_s
         snapshot = await self._ports.journal.snapshot()
         spec = self._ledger.record.spec
         touched = self._ledger.touched_groups()
         done = frozenset(g.group_id for g in spec.groups if self._ledger.has_reached_goal(g.group_id))
         suspects = [g for g in spec.groups if g.group_id in touched - done]
-        seen = await self._ledger.read_groups(suspects)
+        stops_profile = spec.kind is AdminOperationKind.STOP_PROFILE
+        rest = [g for g in spec.groups if g.group_id not in done] if stops_profile else suspects
+        seen = await self._ledger.read_groups(rest)
         quarantine = {}
         for group in suspects:
             why = self._is_unknown(snapshot, group, seen)
+            if why and self._ledger.has_restarted(group, seen):
+                why = await self.bring_to(snapshot.desired, group, seen, until=until)
             if why:
                 quarantine[group.group_id] = why
-        profile_id = spec.profile_id
-        changed = bool(done or suspects)
+        is_profile_over = stops_profile and not any(
+            s.reachable and (s.profiles is None or spec.profile_id in s.profiles) for s in seen.values()
+        )
         return settle.Leftover(
             quarantine=quarantine,
             instances=self._ledger.instances(),
             done=done,
-            changed=changed,
+            changed=bool(done) or is_profile_over or any(self._may_differ(g, seen) for g in suspects),
             failed=self._ledger.failed_participants(),
-            is_profile_over=not any(
-                s.reachable and (s.profiles is None or profile_id in s.profiles) for s in seen.values()
-            ),
+            is_profile_over=is_profile_over,
         )
+
+    def _may_differ(self, group: GroupMembers, seen: Mapping[ParticipantId, ParticipantReadBack]) -> bool:
+        """Whether a group that did not reach the goal may be otherwise than before, quarantine aside (AD-13).
+
+        What state can be read back was compared with the desired one by then, and the desired one is as it was.
+        """
+        record = self._ledger.record
+        match record.spec.kind:
+            case AdminOperationKind.RESUME | AdminOperationKind.RESTORE_RESOURCES:
+                return False
+            case AdminOperationKind.STOP_PROFILE:
+                reached = [seen[p].profiles for p in group.participant_ids]
+                return any(running is None or record.spec.profile_id not in running for running in reached)
+            case AdminOperationKind.FLUSH_CACHES:
+                steps = [s for s in self._ledger.steps.values() if s.group_id == group.group_id]
+                return not all(_has_refused(s) for s in steps)
+            case _:
+                return True  # an update past its point of no return
 
     def _is_unknown(
         self,
@@ -216,3 +241,13 @@ def _undo_started(record: OperationRecord, failure: AdminError) -> Advance:
         phase=ParticipantPhase.ROLLING_BACK, done=0, total=1, unit="steps", message=failure.message
     )
     return Advance(moves=moves, events=(progress,))
+
+
+def _has_refused(record: StepRecord) -> bool:
+    """Whether every participant said that a flush emptied nothing."""
+    if record.result is None:
+        return False
+    return all(
+        not o.changed or (o.caches and all(c.outcome is CacheOutcome.REFUSED for c in o.caches))
+        for o in record.result.participants
+    )

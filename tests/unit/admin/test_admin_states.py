@@ -114,9 +114,12 @@ async def _bring(world: AdminWorld, state: ParticipantState) -> None:
         await world.run(release("released", spec=None, target=B))
     if state is ParticipantState.QUARANTINED:
         await world.run(release("released", spec=None, target=B))
-        world.fleet.arm(FaultKind.RESTART, "b/0", "RestoreStep")
+        world.fleet.arm(FaultKind.DISCONNECT, "b/0", "RestoreStep")
         await world.run(restore(2, "fails"))
         assert "b" in world.store.desired.quarantines
+        world.fleet.reconnect("b")
+        world.core.participants_changed()
+        await world.settle(5)
     if state is ParticipantState.OFFLINE:
         world.fleet.disconnect("b")
 
