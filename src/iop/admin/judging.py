@@ -1,9 +1,14 @@
-"""Asks participants what they would make of a reconfiguration, before it is accepted (AD-47)."""
+"""Asks participants what they would make of a reconfiguration, before it is accepted (AD-47).
+
+A judgement has no effect, so no fence concerns it (AD-36): it is answered whatever ran before, and it makes no step
+older. An operation that is accepted meanwhile may have a lower ordinal than the time at which the question was asked.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 from iop.admin.enums import ChangeDisposition
 from iop.admin.participant import ParticipantDriver
@@ -15,7 +20,10 @@ from iop.admin.targets import group_members, select
 from iop.core.errors import IopError, PreconditionFailed, Unavailable
 from iop.core.ids import OperationId
 
-__all__ = ["judge_changes"]
+__all__ = ["JUDGEMENT_PREFIX", "judge_changes"]
+
+JUDGEMENT_PREFIX: Final = "judge-"
+"""Begins the operation id of judgements: they belong to no operation, and change nothing."""
 
 
 async def judge_changes(
@@ -32,7 +40,7 @@ async def judge_changes(
     step = JudgeReconfigureStep(changes=request.changes)
     calls = [
         StepCall(
-            operation_id=OperationId(f"judge-{operation_id}"),
+            operation_id=OperationId(f"{JUDGEMENT_PREFIX}{operation_id}"),
             ordinal=ordinal,
             step=0,
             group_id=group.group_id,

@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from iop.admin.enums import AdminErrorCode, ParticipantPhase, PauseMode
+from iop.admin.judging import JUDGEMENT_PREFIX
 from iop.admin.profile import ParticipantInfo
 from iop.admin.results import ParticipantError
 from iop.admin.steps import (
+    JudgeReconfigureStep,
     ParticipantOutcome,
     ParticipantReadBack,
     PauseStep,
@@ -29,7 +32,7 @@ from iop.core.errors import InvalidRequest, IopError, PreconditionFailed, Unavai
 from iop.core.ids import GroupId, OperationId, ParticipantId
 from iop.net.ports import InboundAdminStep
 from iop.node.providers import Provider, ProviderSet
-from iop.node.steps import StepBook, Verdict, key_of
+from iop.node.steps import StepBook, StepKey, Verdict, key_of
 from iop.node.work import NodeWork
 from iop.wire.messages import AdminStep, AdminStepEvent, AdminStepResult
 
@@ -37,6 +40,10 @@ _log = logging.getLogger(__name__)
 
 STEPS_RUNNING_MAX: Final = 256
 """Steps at once. An Edge sends one per group; more is its bug, and each costs a task."""
+
+GIVEN_UP_S: Final = 30.0
+"""How long a step that was given up may take to let go of its engine. An adapter that does not is stuck, and nothing
+newer may run beside it."""
 
 STEP_TIMEOUT_MAX_S: Final = 24 * 3600.0
 """Longest time a step may say for itself; the operation core allows no longer deadline either."""
@@ -66,6 +73,22 @@ class StepCodec(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _UnderWay:
+    """One step that runs, or waits for an older one to end."""
+
+    step: AdminStep
+    scope: asyncio.Timeout | None = None
+    is_given_up: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def give_up(self) -> None:
+        """End it; who waits for its answer learns that there is none."""
+        self.is_given_up = True
+        if self.scope is not None and not self.ended.is_set() and not self.scope.expired():
+            self.scope.reschedule(asyncio.get_running_loop().time())
+
+
 class StepRunner:
     """All admin steps of this Node.
 
@@ -84,6 +107,8 @@ class StepRunner:
         self._codec = codec
         self._tasks = tasks
         self._book: StepBook[InboundAdminStep] = StepBook()
+        self._judging = 0
+        self._under_way: dict[StepKey, _UnderWay] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -95,8 +120,12 @@ class StepRunner:
     def receive(self, inbound: InboundAdminStep) -> None:
         """Take in one step; its one result follows."""
         step = inbound.step
-        if self._book.running_count >= STEPS_RUNNING_MAX:
+        if self._book.running_count + self._judging >= STEPS_RUNNING_MAX:
             inbound.finish(_refusal(step, "busy", "too many admin steps at once"))
+            return
+        if step.operation_id.startswith(JUDGEMENT_PREFIX):
+            self._judging += 1
+            self._tasks.create_task(self._judge(inbound), name=f"step.{step.operation_id}")
             return
         decision = self._book.receive(step, inbound)
         if decision.verdict is Verdict.STALE:
@@ -107,20 +136,40 @@ class StepRunner:
             inbound.finish(decision.result)
         elif decision.verdict is Verdict.RUN:
             self._idle.clear()
+            older = [each for each in self._under_way.values() if _is_superseded(each.step, by=step)]
+            for each in older:
+                each.give_up()
+            mine = self._under_way[key_of(step)] = _UnderWay(step=step)
             self._tasks.create_task(
-                self._run(step, inbound.payload), name=f"step.{step.operation_id}/{step.step}"
+                self._run(mine, inbound.payload, older), name=f"step.{step.operation_id}/{step.step}"
             )
 
     async def wait_idle(self) -> None:
         """Wait until no step runs; the caller bounds it."""
         await self._idle.wait()
 
-    async def _run(self, step: AdminStep, payload: Sequence[bytes]) -> None:
-        _log.info("step.started operation=%s step=%s adapter=%s", step.operation_id, step.step, step.adapter)
-        result = _refusal(step, "unavailable", "the node stopped before the step was done")
+    async def _judge(self, inbound: InboundAdminStep) -> None:
+        """Answer a question that has no effect: past the book, since it is fenced by nothing and fences nothing."""
+        result = _refusal(inbound.step, "unavailable", "the node stopped before the step was done")
         try:
-            result = await self._execute(step, payload)
+            result = await self._execute(inbound.step, inbound.payload)
         finally:
+            self._judging -= 1
+            inbound.finish(result)
+
+    async def _run(self, mine: _UnderWay, payload: Sequence[bytes], older: Sequence[_UnderWay]) -> None:
+        step = mine.step
+        _log.info("step.started operation=%s step=%s adapter=%s", step.operation_id, step.step, step.adapter)
+        result = _refusal(step, "unavailable", "the node stopped, or a newer step came, before it was done")
+        try:
+            if await _have_let_go(older) and not mine.is_given_up:
+                async with asyncio.timeout(None) as mine.scope:
+                    result = await self._execute(step, payload)
+        except TimeoutError:
+            _log.warning("step.given_up operation=%s step=%s", step.operation_id, step.step)
+        finally:
+            del self._under_way[key_of(step)]
+            mine.ended.set()
             for waiter in self._book.finish(key_of(step), result):
                 waiter.finish(result)
             if self._book.running_count == 0:
@@ -148,6 +197,8 @@ class StepRunner:
             body = self._codec.decode_step(step.request, payload)
         except IopError as exc:
             return _refusal(step, "unsupported", exc.message)
+        if step.operation_id.startswith(JUDGEMENT_PREFIX) and not isinstance(body, JudgeReconfigureStep):
+            return _refusal(step, "unsupported", "a judgement must not change anything")
         call = StepCall(
             operation_id=OperationId(step.operation_id),
             ordinal=step.ordinal,
@@ -194,6 +245,25 @@ class StepRunner:
         )
         for waiter in self._book.waiters(key_of(step)):
             waiter.emit(event)
+
+
+def _is_superseded(step: AdminStep, *, by: AdminStep) -> bool:
+    """Whether a step that still runs was given up: the Edge sends nobody a newer one before.
+
+    What it still does must not come after what the newer one does, an undo for instance.
+    """
+    return step.adapter == by.adapter and not set(step.participant_ids).isdisjoint(by.participant_ids)
+
+
+async def _have_let_go(older: Sequence[_UnderWay]) -> bool:
+    """Wait until steps that were given up have let go of their engine; whether they have."""
+    try:
+        async with asyncio.timeout(GIVEN_UP_S):
+            for each in older:
+                await each.ended.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def _steps_again(body: Step, *, is_ok: bool) -> bool:

@@ -645,6 +645,33 @@ async def test_a_step_that_is_given_up_goes_on_and_its_repetition_attaches(admin
     assert admin.steps_of(PauseStep) == 1
 
 
+@pytest.mark.clause("AD-36", "AD-39")
+async def test_a_newer_step_ends_what_the_engine_still_does_for_one_that_was_given_up(admin: AdminRig) -> None:
+    fleet = admin.engine.world.fleet
+    execute = fleet.execute
+    drains = asyncio.Event()
+
+    async def draining(call: StepCall, report: ProgressSink) -> StepResult:
+        if isinstance(call.body, PauseStep):
+            drains.set()
+            await asyncio.Event().wait()  # work in flight that does not end
+        return await execute(call, report)
+
+    fleet.execute = draining  # type: ignore[method-assign]
+    call = step_call(admin.adapter, pause(), operation="op-g")
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        given_up = tasks.create_task(admin.adapter.execute_step(call, lambda _: None))
+        await drains.wait()
+        given_up.cancel()
+    undo = step_call(admin.adapter, ResumeStep(), operation="op-g", step=2)
+    async with asyncio.timeout(PATIENCE_S):
+        assert_all_ok(await admin.adapter.execute_step(undo, lambda _: None))
+    store = admin.engine.world.store
+    assert [record.moves.state.name for record in store.records.values()] == ["CANCELLED"]
+    assert store.desired.pauses == {}
+    assert not any(rank.paused for rank in fleet.ranks.values())
+
+
 async def test_the_http_adapter_carries_the_same_control(admin: AdminRig) -> None:
     config = AdapterConfig(
         name="main",

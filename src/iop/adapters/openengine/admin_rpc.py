@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -12,9 +13,11 @@ import grpc
 
 from iop.adapters.openengine.channel import END_OF_CALL, bearer, connect, error_of
 from iop.admin.codec import RecordCodec
+from iop.admin.enums import AdminOperationState
 from iop.admin.profile import AdminProfile
 from iop.admin.requests import (
     FlushCachesRequest,
+    ListOperationsRequest,
     MutationRequest,
     PauseRequest,
     ReconfigureServingRequest,
@@ -32,6 +35,7 @@ from iop.admin.results import (
     OperationCancelled,
     OperationCompleted,
     OperationFailed,
+    OperationPage,
     OperationPlan,
     OperationProgress,
     OperationResult,
@@ -44,6 +48,7 @@ from iop.core.errors import (
     PreconditionFailed,
     RemoteProtocolError,
     Unavailable,
+    Unsupported,
 )
 from iop.pb.iop import artifacts_pb2, artifacts_pb2_grpc
 from iop.pb.openengine.v1 import admin_pb2 as pb
@@ -56,6 +61,13 @@ READ_TIMEOUT_S: Final = 5.0
 
 REATTACH_DELAY_S: Final = 0.5
 """Between attempts to follow a mutation whose stream broke; the step's own time bounds them all."""
+
+_RUNNING_MAX: Final = 100
+
+_ENDED_POLL_S: Final = 0.05
+"""Between two looks for the end of an operation that was called off; it takes back what it did first."""
+
+_UNFINISHED: Final = tuple(state for state in AdminOperationState if not state.is_terminal)
 
 _STREAMING: Final[Mapping[type, tuple[str, Callable[[], Any]]]] = MappingProxyType(
     {
@@ -102,6 +114,26 @@ class AdminRpc:
         """GetOperation."""
         request = pb.GetAdminOperationRequest(operation_id=operation_id)
         return self._codec.decode(await self._unary("GetOperation", request), AdminOperation)
+
+    async def unfinished(self) -> Sequence[AdminOperation]:
+        """The engine's operations that run now; an engine runs few at once, so one page has them all."""
+        request = ListOperationsRequest(page_size=_RUNNING_MAX, states=_UNFINISHED)
+        message = self._codec.encode(request, pb.ListAdminOperationsRequest())
+        return self._codec.decode(await self._unary("ListOperations", message), OperationPage).operations
+
+    async def call_off(self, operation_id: str) -> AdminOperation:
+        """Ask to end an operation, and wait until it has ended; one that cannot be called off ends by itself.
+
+        The caller bounds it by its own timeout.
+        """
+        request = pb.CancelAdminOperationRequest(operation_id=operation_id, reason="given up by the Node")
+        with contextlib.suppress(Unsupported):
+            await self._unary("CancelOperation", request)
+        while True:
+            operation = await self.operation(operation_id)
+            if operation.state.is_terminal:
+                return operation
+            await asyncio.sleep(_ENDED_POLL_S)
 
     async def start_profile(self, request: StartProfileRequest) -> StartProfileResult:
         """StartProfile; a repetition with the same key answers the same."""

@@ -195,6 +195,8 @@ class OpenEngineControl:
         except (DeadlineExceeded, RemoteProtocolError) as exc:
             raise Unavailable(exc.message, reason=exc.reason) from exc
         try:
+            if await self._end_what_was_given_up(call):
+                profile = await self._refresh()
             result = await self._dispatch(call, profile, report)
         except OperationFailedError as exc:
             result = steps.failed_by(call, exc.error)
@@ -206,6 +208,29 @@ class OpenEngineControl:
         return result
 
     # -- steps --
+
+    async def _end_what_was_given_up(self, call: StepCall) -> bool:
+        """End mutations of ours that still run on these ranks for an older step (AD-36); whether there were any.
+
+        A step that nobody waits for any more leaves its mutation running. What that still does must not come after
+        what this step does: its undo, perhaps.
+        """
+        if isinstance(call.body, JudgeReconfigureStep):
+            return False
+        own = steps.nested_key(call)
+        ids = set(call.participant_ids)
+        older = [
+            each
+            for each in await self._admin().unfinished()
+            if steps.is_nested_key(each.idempotency_key)
+            and each.idempotency_key != own
+            and not each.idempotency_key.startswith(f"{own}/")
+            and not ids.isdisjoint(status.participant_id for status in each.participants)
+        ]
+        for each in older:
+            _log.info("engine_operation.called_off op_id=%s", each.operation_id)
+            await self._admin().call_off(each.operation_id)
+        return bool(older)
 
     async def _dispatch(self, call: StepCall, profile: AdminProfile, report: ProgressSink) -> StepResult:
         match call.body:
@@ -228,6 +253,8 @@ class OpenEngineControl:
                 return await self._restore(call, call.body, profile, report)
             case PrepareWeightsStep():
                 return await self._prepare_weights(call, call.body, profile)
+            case ApplyWeightsStep(weight_version=version) if self._serves(call, profile, version):
+                return await self._verified_weights(call, version)
             case ApplyWeightsStep(model=model, source=source, weight_version=version):
                 name = steps.engine_model(profile, call.participant_ids, model)
                 update = steps.update_request(
@@ -388,6 +415,8 @@ class OpenEngineControl:
                 "an engine behind its own admin server cannot hold replaced weights for us",
                 reason="CANNOT_HOLD_WEIGHTS",
             )
+        if self._serves(call, profile, body.weight_version):
+            return _untouched(call)
         model = steps.engine_model(profile, call.participant_ids, body.model)
         plan = await self._admin().plan(
             steps.update_request(
@@ -401,22 +430,13 @@ class OpenEngineControl:
                 code=AdminErrorCode.SOURCE_UNAVAILABLE, message="; ".join(blockers), rolled_back=True
             )
             return steps.failed_by(call, error)
-        return StepResult(
-            participants=tuple(
-                ParticipantOutcome(participant_id=each, changed=False) for each in call.participant_ids
-            )
-        )
+        return _untouched(call)
 
     async def _undo_weights(
         self, call: StepCall, body: UndoWeightsStep, profile: AdminProfile, report: ProgressSink
     ) -> StepResult:
-        read = self._read(profile, call.participant_ids)
-        if all(back.weight_version == body.previous_weight_version for back in read):
-            return StepResult(
-                participants=tuple(
-                    ParticipantOutcome(participant_id=each, changed=False) for each in call.participant_ids
-                )
-            )
+        if self._serves(call, profile, body.previous_weight_version):
+            return _untouched(call)
         if body.previous_source is None:
             raise PreconditionFailed("the previous weights cannot be read again", reason="IRREVERSIBLE")
         model = steps.engine_model(profile, call.participant_ids, body.model)
@@ -429,6 +449,13 @@ class OpenEngineControl:
         )
         await self._mutate(call, update, report)
         return await self._verified_weights(call, body.previous_weight_version)
+
+    def _serves(self, call: StepCall, profile: AdminProfile, version: str) -> bool:
+        """Whether it publishes this version already: asking for that again is no change (AD-37)."""
+        return all(
+            back.weight_version == version and not (back.released and _has_weights(back.released))
+            for back in self._read(profile, call.participant_ids)
+        )
 
     async def _verified_weights(self, call: StepCall, version: str) -> StepResult:
         read = self._read(await self._refresh(), call.participant_ids)
@@ -576,6 +603,14 @@ class OpenEngineControl:
             self._failure = error.message
             if self._profile is not None:
                 self._services.on_change()
+
+
+def _untouched(call: StepCall) -> StepResult:
+    return StepResult(
+        participants=tuple(
+            ParticipantOutcome(participant_id=each, changed=False) for each in call.participant_ids
+        )
+    )
 
 
 def _has_weights(kinds: Iterable[object]) -> bool:
