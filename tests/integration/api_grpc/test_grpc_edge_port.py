@@ -17,6 +17,7 @@ from grpc_admin_rig import refused
 
 from iop.api.grpc.auth import ApiKeyDirectory, ApiKeyGrant, secret_sha256
 from iop.api.grpc.edge_port import EdgePort
+from iop.api.grpc.inference_service import AdmitKey
 from iop.api.grpc.listeners import inference_listener
 from iop.api.grpc.server import ListenerSettings
 from iop.core.ids import RunId
@@ -75,7 +76,11 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def site_of(
-    snapshot: EdgeSnapshot = SNAPSHOT, *, keys: ApiKeyDirectory | None = None, connects: bool = True
+    snapshot: EdgeSnapshot = SNAPSHOT,
+    *,
+    keys: ApiKeyDirectory | None = None,
+    connects: bool = True,
+    admit: AdmitKey | None = None,
 ) -> AsyncIterator[Site]:
     numbers = itertools.count(1)
     clock = SystemClock()
@@ -83,10 +88,14 @@ async def site_of(
         snapshot, clock=clock, codec=AdminStepCodec(), new_run_id=lambda: RunId(f"run-{next(numbers)}")
     ) as edge:
         port = EdgePort(
-            edge.dispatcher, find_snapshot=lambda: edge.snapshot, clock=clock, instance_id="edge-1"
+            edge.dispatcher,
+            find_snapshot=lambda: edge.snapshot,
+            clock=clock,
+            instance_id="edge-1",
+            find_report=edge.nodes.probed,
         )
         settings = ListenerSettings(address="127.0.0.1:0", stop_grace_s=0.2)
-        listener = inference_listener(port, port, keys or ApiKeyDirectory(), settings)
+        listener = inference_listener(port, port, keys or ApiKeyDirectory(), settings, admit=admit)
         node = FakeEdgeConnection(edge.nodes)
         if connects:
             node.connect()
