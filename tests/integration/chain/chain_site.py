@@ -16,6 +16,7 @@ import grpc
 import yaml
 
 from iop.adapters.registry import adapter_types, create_adapter
+from iop.admin.core import AdminCore
 from iop.api.grpc.edge_port import EdgePort
 from iop.api.grpc.listeners import inference_listener
 from iop.api.grpc.server import ListenerSettings
@@ -23,8 +24,9 @@ from iop.api.http.openai import EdgeHttp
 from iop.api.http.server import HttpServer
 from iop.app.edge_reload import ConfigKeeper
 from iop.app.edge_snapshot import snapshot_of
+from iop.app.listening import running_core
 from iop.app.translate import api_keys, http_keys, http_limits
-from iop.core.ids import NodeId, RunId
+from iop.core.ids import NodeId, OperationId, RunId
 from iop.edge.edge import Edge
 from iop.net.admin_steps import AdminStepCodec
 from iop.net.dialer import Dialer
@@ -33,6 +35,7 @@ from iop.node.node import Node, NodeIdentity
 from iop.node.supervisor import ReconnectPolicy
 from iop.pb.openengine.v1 import openengine_pb2_grpc
 from iop.testing.http_site import RawCaller, SystemClock, eventually
+from iop.testing.memory_journal import MemoryJournal, MemoryStore
 from iop.testing.process_fleet import free_ports
 
 TARGET = "org/Real-8B"
@@ -58,6 +61,14 @@ class Place:
     @property
     def leases(self) -> int:
         return len(self.edge.pools.leases)
+
+    def is_ready(self) -> bool:
+        """Every Node is there, and the operation core has opened every provider."""
+        return all(
+            node["step"] == "ready" and provider["status"] == "available"
+            for node in self.edge.status.status()["nodes"]
+            for provider in node["providers"]
+        )
 
     async def call(self) -> RawCaller:
         caller = RawCaller(*await asyncio.open_connection("127.0.0.1", self.http_port, limit=1 << 26))
@@ -123,15 +134,23 @@ async def place(
         file = directory / "edge.yaml"
         file.write_text(yaml.safe_dump(dict(config)))
         settings = ConfigKeeper(file, flags={}).loaded.config
-        edge = await stack.enter_async_context(
-            Edge(
-                snapshot_of(settings, revision=1, now_unix_s=0),
-                clock=clock,
-                codec=AdminStepCodec(),
-                new_run_id=lambda: RunId(f"run-{instance[:4]}-{next(ids)}"),
-                instance=instance,
-            )
+        edge = Edge(
+            snapshot_of(settings, revision=1, now_unix_s=0),
+            clock=clock,
+            codec=AdminStepCodec(),
+            new_run_id=lambda: RunId(f"run-{instance[:4]}-{next(ids)}"),
+            instance=instance,
         )
+        core = AdminCore(
+            journal=MemoryJournal(MemoryStore(), unix_nanos=clock.unix_nanos),
+            driver=edge.participants,
+            clock=clock,
+            new_id=lambda: OperationId(f"op-{next(ids)}"),
+            owner="edge",
+        )
+        edge.participants.attach(core.participants_changed)
+        await stack.enter_async_context(edge)
+        await stack.enter_async_context(running_core(core))
         wire = await stack.enter_async_context(Listener(handler=edge.nodes, host="127.0.0.1", port=0))
         limits = http_limits(settings.limits)
         keys = http_keys(settings.api_keys, buffered_bytes=limits.key_buffered_bytes, now=clock.monotonic)
