@@ -1,7 +1,7 @@
 """A fleet in one process on virtual time: the real Edge, scripted Nodes and callers, and faults from a seed.
 
-Each step does one random thing, lets everything that is ready run, and checks what must always hold. A failure names
-the seed and shows the last steps; the same seed does the same again.
+Each step does one random thing, or several in one turn of the loop, lets everything that is ready run, and checks what
+must always hold. A failure names the seed and shows the last steps; the same seed does the same again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,8 +29,9 @@ from iop.testing.edge_fleet import (
     snapshot_of,
     tunnel_to,
 )
-from iop.testing.virtual_loop import run_virtual
+from iop.testing.virtual_loop import VirtualLoop, run_virtual
 from iop.wire.messages import (
+    AdapterStatus,
     BodyFraming,
     CloseReason,
     Header,
@@ -42,8 +43,14 @@ from iop.wire.messages import (
 
 NODES = ("n1", "n2", "n3")
 STEPS = 120
-TURNS = 12
-"""Loop turns after each step; the longest chain of consequences is shorter."""
+TURNS_MAX = 100
+"""Loop turns after a step until nothing is left to do; the longest chain of consequences is far shorter."""
+
+TOGETHER = 0.15
+"""How often a step follows the one before it in the same turn, so that neither sees the other's consequences."""
+
+CODEC = AdminStepCodec()
+"""Without state, and dear to make: one for all seeds."""
 
 WAIT_MAX_S = 60.0
 """No wait may be longer: each kind of waiting is bounded below, and together they are."""
@@ -92,6 +99,7 @@ class Caller:
     ends: list[str] = field(default_factory=list)
     has_left: bool = False
     has_waited: bool = False
+    has_begun: bool = False
     called_at: float = 0.0
     saw_live: bool = False
     ran_on: list[str] = field(default_factory=list)
@@ -121,7 +129,7 @@ class Caller:
         self.ends.append(error.code)
 
     def _must_listen(self, what: str) -> None:
-        if self.ends or self.has_left:
+        if self.is_done:
             self.world.fail(f"caller {self.number} got {what} after its end")
 
     @property
@@ -138,17 +146,23 @@ class World:
         self.steps = steps
         self.trace: deque[str] = deque(maxlen=60)
         self.callers: list[Caller] = []
+        self.open_callers: list[Caller] = []
+        """Those of whom something can still come: not ended, or with a stream that has not ended."""
+        self.ended = 0
+        """The others, of those whose task had begun."""
         self.connections: list[FakeEdgeConnection] = []
         self.revision = 1
         self.closed_gates: dict[str, ProviderGate] = {}
         self.frozen: set[str] = set()
+        self.absent: set[str] = set()
+        """Providers whose adapter does not run, as far as their Nodes have told."""
         self.shape = {f"{node}/main": (self.rng.randint(1, 3), self.rng.randint(0, 1)) for node in NODES}
         self.widest = dict(self.shape)
         self.failure = ""
         self._numbers = itertools.count(1)
         self._runs = itertools.count(1)
         self.edge: Edge
-        self.loop: asyncio.AbstractEventLoop
+        self.loop: VirtualLoop
         self.tasks: asyncio.TaskGroup
 
     def fail(self, what: str) -> None:
@@ -180,22 +194,26 @@ class World:
 
     async def run(self) -> None:
         """All steps, then a calm end in which everything must come to its end."""
-        self.loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self.loop = loop
+        loop.set_exception_handler(self.note_exception)
         edge = Edge(
             self.snapshot(),
             clock=StillClock(),
-            codec=AdminStepCodec(),
+            codec=CODEC,
             new_run_id=lambda: RunId(f"run-{next(self._runs)}"),
         )
         self.watch_fences(edge)
+        self.watch_arrivals(edge)
+        self.watch_adapters(edge)
         async with edge as self.edge, asyncio.TaskGroup() as self.tasks:
             for node in NODES:
                 self.connect(node)
             for _ in range(self.steps):
-                name, action = self.rng.choices(ACTIONS, WEIGHTS)[0]
-                told = action(self)
-                if told is not None:
-                    self.trace.append(f"t={self.loop.time():.2f} {name} {told}")
+                self.act(*self.rng.choices(ACTIONS, WEIGHTS)[0])
+                if self.rng.random() < TOGETHER:
+                    continue
                 await self.settle()
                 self.check()
                 if self.rng.random() < 0.25:
@@ -219,10 +237,59 @@ class World:
 
         edge.pools.fence = watched  # type: ignore[method-assign]
 
+    def watch_adapters(self, edge: Edge) -> None:
+        """Know which adapters the pools were told to be absent (EN-80)."""
+        activate, set_absent = edge.pools.activate, edge.pools.set_absent
+
+        def note(node, absent):
+            name = f"{node}/main"
+            (self.absent.add if "main" in absent and name in self.shape else self.absent.discard)(name)
+
+        def watched_activate(node, generation, *, now, absent=()):
+            note(node, absent)
+            return activate(node, generation, now=now, absent=absent)
+
+        def watched_set_absent(node, generation, absent, *, now):
+            if edge.pools.generation_of(provider_key(f"{node}/main")) == generation:
+                note(node, absent)
+            return set_absent(node, generation, absent, now=now)
+
+        edge.pools.activate = watched_activate  # type: ignore[method-assign]
+        edge.pools.set_absent = watched_set_absent  # type: ignore[method-assign]
+
+    def watch_arrivals(self, edge: Edge) -> None:
+        """Whenever somebody asks for a lease, those who wait and could run have gone first (EN-110)."""
+        for name in ("acquire", "acquire_again"):
+            setattr(edge.pools, name, self.watched(edge, getattr(edge.pools, name)))
+
+    def watched(self, edge: Edge, acquire: Callable) -> Callable:
+        """One way to ask for a lease, looked at before it is answered."""
+
+        def look(demand, *, now):
+            if edge.pools.waiting:
+                for broken in edge.pools.check(now):
+                    self.fail(f"{demand.request_id} asks for a lease while {broken}")
+            return acquire(demand, now=now)
+
+        return look
+
+    def note_exception(self, _loop: asyncio.AbstractEventLoop, context: dict) -> None:
+        """A callback raised: nothing of the Edge may."""
+        self.failure = self.failure or f"{context['message']}: {context.get('exception')!r}"
+
+    def act(self, name: str, action: Callable[[World], str | None]) -> None:
+        """Do one thing, and remember it."""
+        told = action(self)
+        if told is not None:
+            self.trace.append(f"t={self.loop.time():.2f} {name} {told}")
+
     async def settle(self) -> None:
-        """Let everything that is ready run."""
-        for _ in range(TURNS):
+        """Let everything that is ready run, and what follows from it."""
+        for _ in range(TURNS_MAX):
             await asyncio.sleep(0)
+            if self.loop.is_quiet():
+                return
+        self.fail("it does not come to rest")
 
     # ---- invariants ----
 
@@ -233,53 +300,63 @@ class World:
             self.fail(self.failure)  # it was raised in a callback, where nobody listens
         for broken in edge.pools.check(now):
             self.fail(broken)
-        for node in NODES:
-            owners = [c for c in self.connections if c.node == node and c.is_ready]
-            if len(owners) > 1:
-                self.fail(f"{node} has {len(owners)} dispatch-ready connections")
-            if owners and edge.nodes.connection_of(owners[0].node) is not owners[0]:
-                self.fail(f"{node}: the acknowledged connection is not the owner")
-        streams = [s for c in self.connections if c.is_ready for s in c.open_streams if not s.is_orphan]
-        work, leases = len(streams), edge.pools.leases
-        if len(leases) != work:
-            self.fail(f"{len(leases)} leases are out for {work} open streams")
-        if leases.granted_total - leases.returned_total != len(leases):
-            self.fail("leases were returned more often than granted, or lost")
-        for key in edge.pools.provider_keys():
-            long_leases = sum(1 for lease in leases.of(key) if lease.kind is LeaseKind.LONG)
-            if long_leases != leases.long_in_flight(key):
-                self.fail(f"{key}: the long figure is off")
-        done = sum(caller.is_done for caller in self.callers)
-        if edge.outcomes.begun_total - edge.outcomes.live != done:
-            self.fail(f"{edge.outcomes.begun_total - edge.outcomes.live} outcomes for {done} ended requests")
-        self.check_callers(streams)
+        owners: dict[str, FakeEdgeConnection] = {}
+        streams: list[FakeStream] = []
         for connection in self.connections:
             if connection.misuses:
                 self.fail(f"something was sent to {connection.node} while it was not ready")
+            if not connection.is_ready:
+                continue
+            if connection.node in owners:
+                self.fail(f"{connection.node} has two dispatch-ready connections")
+            owners[connection.node] = connection
+            if edge.nodes.connection_of(connection.node) is not connection:
+                self.fail(f"{connection.node}: the acknowledged connection is not the owner")
+            streams += [stream for stream in connection.open_streams if not stream.is_orphan]
+        leases = edge.pools.leases
+        if len(leases) != len(streams):
+            self.fail(f"{len(leases)} leases are out for {len(streams)} open streams")
+        if leases.granted_total - leases.returned_total != len(leases):
+            self.fail("leases were returned more often than granted, or lost")
+        long_leases = Counter(lease.key for lease in leases if lease.kind is LeaseKind.LONG)
+        for key in edge.pools.provider_keys():
+            if long_leases[key] != leases.long_in_flight(key):
+                self.fail(f"{key}: the long figure is off")
+        self.check_callers(streams)
+        done = self.ended + sum(caller.is_done and caller.has_begun for caller in self.open_callers)
+        if edge.outcomes.begun_total - edge.outcomes.live != done:
+            self.fail(f"{edge.outcomes.begun_total - edge.outcomes.live} outcomes for {done} ended requests")
 
     def check_callers(self, streams: list[FakeStream]) -> None:
         """Everybody who asked is waiting, running or answered, and nobody else is."""
-        now = self.loop.time()
         by_run = {stream.request.run_id: stream for stream in streams}
+        still_open = []
         waiting = 0
-        for caller in self.callers:
+        for caller in self.open_callers:
+            handle = caller.handle
+            is_done = caller.is_done
+            stream = None
+            if handle is not None and handle.attempt is not None:
+                stream = by_run.get(handle.run_id)
+                if stream is None and handle.phase is Phase.RUNNING:
+                    self.fail(f"caller {caller.number} runs on nothing")
+            if not is_done:
+                still_open.append(caller)
+                if handle is None or handle.phase is Phase.WAITING:
+                    waiting += 1
+                    self.check_waiting(caller)
+                continue
             if len(caller.ends) > 1:
                 self.fail(f"caller {caller.number} has {len(caller.ends)} ends")
-            handle = caller.handle
             if caller.error is not None and caller.error.reason == "queue_timeout" and not caller.saw_live:
                 self.fail(f"caller {caller.number} heard of contention in a pool without a provider")
-            if handle is not None and handle.phase is Phase.RUNNING and handle.run_id not in by_run:
-                self.fail(f"caller {caller.number} runs on nothing")
-            if not caller.is_done and (handle is None or handle.phase is Phase.WAITING):
-                waiting += 1
-                caller.saw_live = caller.saw_live or self.is_anybody_live(self.model_of(caller))
-                if caller.opened == 0 and now - caller.called_at > WAIT_MAX_S:
-                    self.fail(f"caller {caller.number} has waited for {now - caller.called_at:.0f} s")
-            if handle is None or handle.attempt is None:
-                continue
-            stream = by_run.get(handle.run_id)
             if caller.has_left and stream is not None and not stream.cancelled:
                 self.fail(f"caller {caller.number} left and its Node was not told")
+            if stream is None:
+                self.ended += caller.has_begun
+            else:
+                still_open.append(caller)
+        self.open_callers = still_open
         if waiting != self.edge.pools.waiting:
             self.fail(f"{waiting} callers wait, {self.edge.pools.waiting} are in the queues")
         for stream in streams:
@@ -289,13 +366,22 @@ class World:
                     f"{stream.credit_returned} went back"
                 )
 
+    def check_waiting(self, caller: Caller) -> None:
+        """Nobody waits for ever, and it is known what for."""
+        waited_s = self.loop.time() - caller.called_at
+        caller.saw_live = caller.saw_live or self.is_anybody_live(self.model_of(caller))
+        if caller.opened == 0 and waited_s > WAIT_MAX_S:
+            self.fail(f"caller {caller.number} has waited for {waited_s:.0f} s")
+
     def opened(self, caller: Caller, name: str) -> None:
         """A call is being built for a caller: judge that it may be, and that it was its turn."""
         gate = self.closed_gates.get(name)
         if gate is not None:
             self.fail(f"caller {caller.number} starts on {name}, which is {gate.mode.value}")
-        if caller.has_left:
-            self.fail(f"caller {caller.number} starts although it left")
+        if name in self.absent:
+            self.fail(f"caller {caller.number} starts on {name}, whose adapter does not run")
+        if caller.is_done:
+            self.fail(f"caller {caller.number} starts although it has ended")
         if caller.starts:
             self.fail(f"caller {caller.number} starts again after its answer began")
         key, leases = provider_key(name), self.edge.pools.leases
@@ -304,18 +390,18 @@ class World:
         long_out = sum(lease.kind is LeaseKind.LONG for lease in out)
         if len(out) > most or long_out > most_long:
             self.fail(f"{name} holds {len(out)} leases, {long_out} long ones")
-        for connection in self.connections:
+        for connection in self.connections if caller.run_ids else ():
             for stream in connection.streams:
                 is_refused = stream.ended_with in {StreamErrorCode.BUSY, StreamErrorCode.CONNECT_FAILED}
                 if stream.request.run_id in caller.run_ids and stream.is_handed_over and not is_refused:
                     self.fail(f"caller {caller.number} is sent again, {stream.request.run_id} may run still")
         if caller.opened:
-            for other in self.callers:
+            for other in self.open_callers:
                 is_waiting = other.handle is not None and other.handle.phase is Phase.WAITING
                 if is_waiting and other.number < caller.number and self.same_class(other, caller):
                     self.fail(f"caller {caller.number} returns before {other.number}")
         elif caller.has_waited:
-            for other in self.callers:
+            for other in self.open_callers:
                 if (
                     other.opened == 0
                     and other.has_waited
@@ -353,18 +439,23 @@ class World:
         connection.hands_over = self.rng.random() < 0.7
         connection.defers_close = self.rng.random() < 0.5
         connection.refresh_answer = self.rng.choice((RefreshOutcome.APPLIED, RefreshOutcome.FAILED))
+        connection.refreshed_adapters = self.adapters()
         self.connections.append(connection)
         connection.register()
         if self.rng.random() < 0.8 and connection.close_reason is None:
-            connection.ready()
+            connection.ready(adapters=self.adapters())
         return f"{node} ready={connection.is_ready}"
+
+    def adapters(self) -> tuple[AdapterStatus, ...]:
+        """How a Node's only adapter started, or after a refresh: mostly well."""
+        return (AdapterStatus(name="main", started=self.rng.random() < 0.9),)
 
     def ready(self) -> str | None:
         connection = self.pick([c for c in self.connections if c.registered])
         if connection is None or connection.close_reason is not None:
             return None
         owner = self.edge.registry.owner_of(connection.node)
-        ack = connection.ready()
+        ack = connection.ready(adapters=self.adapters())
         if ack.ready and self.edge.nodes.connection_of(connection.node) is not connection:
             self.fail(f"{connection.node}: ready=true for one that does not own it")
         return f"{connection.node} -> {ack.ready} (owner before: {owner})"
@@ -412,6 +503,49 @@ class World:
             connection.ready()
         return f"{connection.node} to another"
 
+    def race_leave(self) -> str | None:
+        """A slot becomes free and one who waits leaves in the same turn, either of them first."""
+        stream = self.pick([s for c in self.connections for s in c.open_streams])
+        caller = self.pick([c for c in self.open_callers if c.handle is None and not c.is_done][:3])
+        if stream is None or caller is None:
+            return None
+        acts: list[Callable[[], None]] = [stream.end, lambda: self.let_leave(caller)]
+        if self.rng.random() < 0.5:
+            acts.reverse()
+        for act in acts:
+            act()
+        return f"{caller.number} and {stream.request.run_id}"
+
+    def race_refresh(self) -> str | None:
+        """A slot becomes free in the turn in which a refresh finds that its adapter is gone."""
+        stream = self.pick([s for c in self.connections for s in c.open_streams])
+        if stream is None or f"{stream.connection.node}/main" not in self.shape:
+            return None
+        stream.connection.refreshed_adapters = (AdapterStatus(name="main", started=False),)
+        acts: list[Callable[[], object]] = [
+            stream.end,
+            lambda: self.resize(f"{stream.connection.node}/main"),
+        ]
+        if self.rng.random() < 0.5:
+            acts.reverse()
+        for act in acts:
+            act()
+        return str(stream.connection.node)
+
+    def race_time(self) -> str | None:
+        """The next timer is due in the very turn in which something else happens, either of them first."""
+        at = self.loop.next_timer()
+        if at is None or at - self.loop.time() > 20.0:
+            return None
+        name, action = self.rng.choice(RACING)
+        if self.rng.random() < 0.5:
+            self.loop.stand_still(at - self.loop.time())
+            self.act(name, action)
+            return f"before what was due at {at:.2f}"
+        self.loop.call_at(at + 0.0005, self.act, name, action)
+        self.loop.stand_still(at + 0.001 - self.loop.time())
+        return f"after what was due at {at:.2f}"
+
     def call(self) -> str | None:
         caller = Caller(
             self,
@@ -421,10 +555,12 @@ class World:
         )
         caller.called_at = self.loop.time()
         self.callers.append(caller)
+        self.open_callers.append(caller)
         caller.task = self.tasks.create_task(self._call(caller))
         return str(caller.number)
 
     async def _call(self, caller: Caller) -> None:
+        caller.has_begun = True
         request = request_of(
             self.model_of(caller),
             tokens=5000 if caller.is_long else 1,
@@ -452,9 +588,15 @@ class World:
             soon.cancel()
 
     def leave(self) -> str | None:
-        caller = self.pick([c for c in self.callers if not c.is_done])
-        if caller is None or caller.task is None:
+        caller = self.pick([c for c in self.open_callers if not c.is_done])
+        if caller is None:
             return None
+        self.let_leave(caller)
+        return str(caller.number)
+
+    def let_leave(self, caller: Caller) -> None:
+        """A caller hangs up, twice where it can."""
+        assert caller.task is not None
         if caller.handle is not None:
             caller.has_left = True
             caller.handle.cancel()
@@ -462,7 +604,6 @@ class World:
         elif not caller.task.done():
             caller.has_left = True
             caller.task.cancel()
-        return str(caller.number)
 
     def progress(self) -> str | None:
         stream = self.pick([s for c in self.connections for s in c.open_streams])
@@ -542,13 +683,23 @@ class World:
         if name in self.shape and self.rng.random() < 0.3 and len(self.shape) > 1:
             del self.shape[name]
             self.closed_gates.pop(name, None)
+            self.absent.discard(name)
+            self.apply()
         else:
-            self.shape[name] = (self.rng.randint(1, 4), self.rng.randint(0, 1))
-            before = self.widest.get(name, (0, 0))
-            self.widest[name] = (max(before[0], self.shape[name][0]), max(before[1], self.shape[name][1]))
+            self.resize(name)
+        return f"{name} {self.shape.get(name)}"
+
+    def resize(self, name: str) -> None:
+        """Another capacity for a provider, which may be new."""
+        self.shape[name] = (self.rng.randint(1, 4), self.rng.randint(0, 1))
+        before = self.widest.get(name, (0, 0))
+        self.widest[name] = (max(before[0], self.shape[name][0]), max(before[1], self.shape[name][1]))
+        self.apply()
+
+    def apply(self) -> None:
+        """Make the shape of the moment the configuration."""
         self.revision += 1
         self.edge.apply_snapshot(self.snapshot())
-        return f"{name} {self.shape.get(name)}"
 
     def pick(self, things: list):
         return self.rng.choice(things) if things else None
@@ -568,7 +719,7 @@ class World:
             await self.settle()
             self.check()
             streams = [s for c in self.connections for s in c.open_streams]
-            if not streams and all(caller.is_done for caller in self.callers):
+            if not streams and all(caller.is_done for caller in self.open_callers):
                 break
             for stream in streams:
                 if stream.cancelled:
@@ -587,7 +738,11 @@ class World:
         """After all that, a fleet that is whole serves: each provider takes as many as it has slots."""
         await asyncio.sleep(200.0)  # refusals of contended ids, breakers and holds are over by then
         for node in NODES:
-            if self.edge.nodes.connection_of(NodeId(node)) is not None:
+            standing = self.edge.nodes.connection_of(NodeId(node))
+            if standing is not None and f"{node}/main" in self.absent:
+                standing.lose()  # it starts anew, its adapter with it
+                standing = None
+            if standing is not None:
                 continue
             connection = FakeEdgeConnection(self.edge.nodes, node, instance="last")
             self.connections.append(connection)
@@ -614,6 +769,7 @@ class World:
         caller = Caller(self, 3 * next(self._numbers) + 1, is_long=False, priority=0)
         caller.called_at = self.loop.time()
         self.callers.append(caller)
+        self.open_callers.append(caller)
         caller.task = self.tasks.create_task(self._call(caller))
         await self.settle()
         self.check()
@@ -639,11 +795,15 @@ ACTIONS: list[tuple[str, Callable[[World], str | None]]] = [
     ("gate", World.gate),
     ("race_gate", World.race_gate),
     ("race_lose", World.race_lose),
+    ("race_leave", World.race_leave),
+    ("race_refresh", World.race_refresh),
+    ("race_time", World.race_time),
     ("freeze", World.freeze),
     ("abort", World.abort),
     ("reconfigure", World.reconfigure),
 ]
-WEIGHTS = (30, 26, 6, 8, 5, 3, 4, 2, 5, 2, 2, 2, 2, 2)
+WEIGHTS = (30, 26, 6, 8, 5, 3, 4, 2, 5, 2, 2, 2, 1, 3, 2, 2, 2)
+RACING = [(name, action) for name, action in ACTIONS if not name.startswith("race_")]
 
 
 def run_seed(seed: int, *, steps: int = STEPS) -> None:

@@ -17,6 +17,7 @@ ORDINARY = {
     "cancel_never_reaches_the_node",
     "credit_leaked_on_cancel",
     "a_waiter_lost_at_the_gate",
+    "a_grant_meets_the_cancelled_promise_of_one_who_leaves",
 }
 CHOSEN = [p for p in PLANTED if os.environ.get("IOP_SIM_PLANTED") or p.__name__ in ORDINARY]
 
