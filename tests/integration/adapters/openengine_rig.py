@@ -44,6 +44,8 @@ class ScriptedEngine(openengine_pb2_grpc.InferenceServicer, openengine_pb2_grpc.
     prompt_formats: list[str] = field(default_factory=list)
     health: int = lifecycle_pb2.HEALTH_STATE_READY
     instance: str = "engine-1"
+    takes_priority: bool = False
+    finish_message: str = ""
 
     async def Generate(  # noqa: N802 - the service's own name
         self, request: generation_pb2.GenerateRequest, context: Any
@@ -83,7 +85,9 @@ class ScriptedEngine(openengine_pb2_grpc.InferenceServicer, openengine_pb2_grpc.
             return
         for index in range(outputs):
             finished = generation_pb2.GenerationFinished(
-                output_index=index, reason=generation_pb2.FINISH_REASON_LENGTH
+                output_index=index,
+                reason=generation_pb2.FINISH_REASON_LENGTH,
+                message=self.finish_message,
             )
             response = generation_pb2.GenerateResponse(request_id=request.request_id, finished=finished)
             if index == outputs - 1:
@@ -98,7 +102,12 @@ class ScriptedEngine(openengine_pb2_grpc.InferenceServicer, openengine_pb2_grpc.
         )
 
     async def GetModelInfo(self, request: Any, context: Any) -> model_pb2.ModelInfo:  # noqa: N802
-        return model_pb2.ModelInfo(model_id="m", served_model_name="m", tokenizer_modes=self.prompt_formats)
+        return model_pb2.ModelInfo(
+            model_id="m",
+            served_model_name="m",
+            tokenizer_modes=self.prompt_formats,
+            generation=model_pb2.GenerationCapabilities(supports_priority=self.takes_priority),
+        )
 
     async def GetLoad(self, request: Any, context: Any) -> server_pb2.LoadInfo:  # noqa: N802
         return server_pb2.LoadInfo(running_requests=self.in_flight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import json
@@ -70,6 +71,7 @@ from iop.admin.steps import (
 from iop.client.admin import AdminClient, AdminTarget
 from iop.core.errors import InvalidRequest, Unavailable, Unsupported
 from iop.core.ids import ParticipantId, RunId
+from iop.pb.openengine.v1 import generation_pb2, model_pb2
 from iop.testing import adapter_suite
 from iop.testing.adapter_suite import (
     PATIENCE_S,
@@ -646,7 +648,9 @@ async def test_a_step_that_is_given_up_goes_on_and_its_repetition_attaches(admin
 
 
 @pytest.mark.clause("AD-36", "AD-39")
-async def test_a_newer_step_ends_what_the_engine_still_does_for_one_that_was_given_up(admin: AdminRig) -> None:
+async def test_a_newer_step_ends_what_the_engine_still_does_for_one_that_was_given_up(
+    admin: AdminRig,
+) -> None:
     fleet = admin.engine.world.fleet
     execute = fleet.execute
     drains = asyncio.Event()
@@ -709,3 +713,115 @@ async def test_a_closed_control_says_unavailable(admin: AdminRig) -> None:
     await admin.adapter.aclose()
     with pytest.raises(Unavailable):
         await admin.adapter.execute_step(call, lambda _: None)
+
+
+# ---- what Edges tell each other ----
+
+
+def passed(request: generation_pb2.GenerateRequest, **metadata: str) -> RunRequest:
+    told = {"iop-openengine-request": "1", **{f"iop-{name}": value for name, value in metadata.items()}}
+    return with_input(request.SerializeToString(), metadata=told)
+
+
+def read_lines(run: RunRecorder) -> list[generation_pb2.GenerateResponse]:
+    return [
+        generation_pb2.GenerateResponse.FromString(base64.b64decode(line)) for line in run.text.splitlines()
+    ]
+
+
+@pytest.mark.clause("SF-24", "EN-118")
+async def test_an_openengine_run_passes_request_and_answer_as_they_are(rig: RunRig) -> None:
+    request = generation_pb2.GenerateRequest(request_id="theirs", model="public", prompt="p", lora_name="l")
+    request.stopping.max_tokens = 2
+    request.sampling.num_sequences = 2
+    run = await run_to_end(rig, passed(request))
+    seen = rig.engine.requests[0]
+    assert (seen.request_id, seen.model) == ("run-1", "m")
+    assert (seen.prompt, seen.lora_name, seen.sampling.num_sequences) == ("p", "l", 2)
+    kinds = [message.WhichOneof("event") for message in read_lines(run)]
+    assert kinds == ["token"] * 4 + ["finished"] * 2
+    assert not any(message.HasField("usage") for message in read_lines(run))
+    assert run.terminal is not None
+    assert run.terminal.type is RunEventType.COMPLETE
+    assert run.terminal.usage is not None
+    assert run.terminal.usage.completion_tokens == 4
+
+
+@pytest.mark.clause("SF-20", "SF-24")
+async def test_an_engines_error_is_passed_on_before_the_runs_own(rig: RunRig) -> None:
+    rig.engine.fail_after = 1
+    run = await run_to_end(rig, passed(generation_pb2.GenerateRequest(prompt="p")))
+    last = read_lines(run)[-1]
+    assert last.error.message == "ended by an operator"
+    assert run.terminal is not None
+    assert run.terminal.type is RunEventType.ERROR
+
+
+async def test_a_passed_request_that_is_none_never_reaches_the_engine(rig: RunRig) -> None:
+    run = await run_to_end(rig, with_input(b"\xff\xff\xff", metadata={"iop-openengine-request": "1"}))
+    assert run.terminal is not None
+    assert run.terminal.error is not None
+    assert run.terminal.error.code == "invalid_request"
+    assert rig.engine.requests == []
+
+
+@pytest.mark.clause("SF-13", "SF-21", "SF-24")
+async def test_request_id_hops_and_priority_go_on_where_they_are_taken(rig: RunRig) -> None:
+    hello = generation_pb2.GenerateRequest(prompt="p")
+    told = {"request-id": "r-9", "via": "a, b", "priority": "-2"}
+    await run_to_end(rig, passed(hello, **told))
+    seen = rig.engine.metadata[0]
+    assert (seen["x-request-id"], seen["iop-via"]) == ("r-9", "a, b")
+    assert "openengine-priority" not in seen
+    rig.engine.takes_priority = True
+    await rig.adapter.probe()
+    await run_to_end(rig, passed(hello, **told))
+    assert rig.engine.metadata[1]["openengine-priority"] == "-2"
+
+
+@pytest.mark.clause("SF-24", "EN-65")
+async def test_a_server_of_whole_chats_gets_tools_and_whatever_else_the_chat_says(rig: RunRig) -> None:
+    rig.engine.prompt_formats = ["chat_messages", "openai_chat"]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    rig.engine.finish_message = json.dumps({"finish_reason": "tool_calls", "tool_calls": [call]})
+    await rig.adapter.probe()
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    run = await run_to_end(
+        rig, with_input(chat_input(2, tools=tools, logit_bias={"1": 2}, stop=["x"], stop_token_ids=[4]))
+    )
+    seen = rig.engine.requests[0]
+    assert json.loads(seen.prompt) == {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": tools,
+        "logit_bias": {"1": 2},
+    }
+    assert seen.stopping.max_tokens == 2
+    assert [condition.stop_token_id for condition in seen.stopping.conditions][1] == 4
+    assert run.terminal is not None
+    assert run.terminal.finish_reasons == ("tool_calls",)
+    assert json.loads(run.terminal.metadata["openai_tool_calls"]) == [call]
+
+
+@pytest.mark.clause("SF-10")
+@pytest.mark.parametrize("name", ["logit_bias", "echo", "suffix", "functions"])
+async def test_a_field_that_a_prompt_cannot_say_is_refused_by_name(rig: RunRig, name: str) -> None:
+    run = await run_to_end(rig, with_input(chat_input(2, **{name: {"1": 2}})))
+    assert run.terminal is not None
+    assert run.terminal.error is not None
+    assert run.terminal.error.message.startswith(name)
+    assert rig.engine.requests == []
+
+
+@pytest.mark.clause("SF-22")
+async def test_the_snapshot_tells_what_the_engine_says_of_each_target(rig: RunRig) -> None:
+    rig.engine.prompt_formats = ["chat_messages"]
+    await rig.adapter.probe()
+    (told,) = rig.adapter.snapshot().model_infos.values()
+    assert list(model_pb2.ModelInfo.FromString(told).tokenizer_modes) == ["chat_messages"]
+
+
+@pytest.mark.clause("AD-33")
+async def test_the_weights_that_a_run_was_told_of_are_the_engines(rig: RunRig) -> None:
+    assert rig.adapter.snapshot().weight_version == ""
+    await run_to_end(rig, with_input(chat_input(1)))
+    assert rig.adapter.snapshot().weight_version == "v7"
