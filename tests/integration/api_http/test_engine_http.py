@@ -268,3 +268,15 @@ async def test_health_and_metrics(place: Place) -> None:
     _, _, text = await caller.read_answer()
     assert b"# TYPE iop_engine_tokens_generated_total counter\n" in text
     await caller.close()
+
+
+@pytest.mark.clause("SF-06")
+async def test_a_compressed_body_is_refused_by_the_engine_too(place: Place) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
+        caller = await place.call()
+        head = f"POST {path} HTTP/1.1\r\nHost: e\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\n"
+        await caller.send(head.encode() + b"\x1f\x8b\x08")
+        status, fields, text = await caller.read_answer()
+        await caller.close()
+        assert (status, fields[b"accept-encoding"]) == (415, b"identity")
+        assert json.loads(text)["error"]["code"] == "content_encoding"

@@ -26,12 +26,28 @@ JSON = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | TEXT
     | st.lists(st.integers(), max_size=30),
-    lambda inner: st.lists(inner, max_size=5)
-    | st.dictionaries(st.text(max_size=8) | st.sampled_from(["url", "data", "text", "content"]), inner, max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.dictionaries(
+            st.text(max_size=8) | st.sampled_from(["url", "data", "text", "content"]), inner, max_size=5
+        )
+    ),
     max_leaves=25,
 )
 MEMBERS = st.sampled_from(
-    ["messages", "prompt", "input", "system", "tools", "stream", "n", "stream_options", "user", "metadata", "x"]
+    [
+        "messages",
+        "prompt",
+        "input",
+        "system",
+        "tools",
+        "stream",
+        "n",
+        "stream_options",
+        "user",
+        "metadata",
+        "x",
+    ]
 )
 BODIES = st.tuples(
     st.dictionaries(MEMBERS, JSON, max_size=8),
@@ -105,7 +121,9 @@ def test_any_split_of_a_large_body_is_the_request_that_a_whole_read_finds(
     drawn=BODIES,
     cuts=st.lists(st.integers(min_value=0, max_value=5000), max_size=10),
     place=st.integers(min_value=0),
-    damage=st.sampled_from([b"", b",", b"]", b"}", b'"', b"\\", b"[", b"{", b":", b"\x01", b"\\ud800", b"1", b" "]),
+    damage=st.sampled_from(
+        [b"", b",", b"]", b"}", b'"', b"\\", b"[", b"{", b":", b"\x01", b"\\ud800", b"1", b" "]
+    ),
     size=st.integers(min_value=0, max_value=4),
 )
 def test_a_damaged_body_is_refused_in_steps_exactly_when_it_is_refused_whole(

@@ -34,7 +34,7 @@ from iop.api.http.engine_requests import (
 )
 from iop.api.http.errors import Dialect, error_body, error_event, error_headers, error_status
 from iop.api.http.exchange import Exchange
-from iop.api.http.head import HeaderList
+from iop.api.http.head import HeaderList, check_body_coding
 from iop.api.http.headers import request_id_of
 from iop.api.http.limits import ByteBudget, HttpLimits
 from iop.api.http.routing import Routes
@@ -114,6 +114,7 @@ class EngineHttp:
         """Refuse unknown paths before their body is read."""
         try:
             exchange.data = self._routes.find(exchange.head.method, exchange.head.path)
+            check_body_coding(exchange.head)
         except IopError as error:
             self.on_error(exchange, error)
             return

@@ -63,6 +63,7 @@ STATUS_BY_REASON: Final[Mapping[str, int]] = {
     "REQUEST_TIMEOUT": 408,
     "BODY_TOO_LARGE": 413,
     "TARGET_TOO_LONG": 414,
+    "CONTENT_ENCODING": 415,
     "EXPECTATION": 417,
     "HEADER_TOO_LARGE": 431,
     "METHOD_UNKNOWN": 501,
@@ -190,10 +191,14 @@ def error_event(error: IopError, dialect: Dialect, *, newline: bytes = b"\n") ->
 
 
 def error_headers(error: IopError) -> HeaderList:
-    """Header fields that go with an error of any surface: content type, ``Retry-After``, ``Allow``."""
+    """Header fields that go with an error of any surface: content type, ``Retry-After``, ``Allow``,
+    ``Accept-Encoding``.
+    """
     headers: HeaderList = [(b"content-type", b"application/json")]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    if error.reason == "CONTENT_ENCODING":
+        headers.append((b"accept-encoding", b"identity"))
     allow = error.details.get("allow")
     if allow:
         headers.append((b"allow", allow.encode("ascii", "replace")))

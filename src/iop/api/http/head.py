@@ -15,13 +15,15 @@ from typing import Final, TypeAlias
 
 from iop.core.errors import InvalidRequest, Unsupported
 
-__all__ = ["NO_HEAD", "HeaderList", "RequestHead", "read_head", "split_target"]
+__all__ = ["NO_HEAD", "HeaderList", "RequestHead", "check_body_coding", "read_head", "split_target"]
 
 HeaderList: TypeAlias = list[tuple[bytes, bytes]]
 """Names in lower case, values without surrounding white space, in order of arrival."""
 
 _TARGET: Final = re.compile(rb"[\x21\x22\x24-\x7e]+")
-_FRAMING: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"expect"})
+_FRAMING: Final = frozenset(
+    {b"host", b"content-length", b"transfer-encoding", b"expect", b"content-encoding"}
+)
 _HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
 
 
@@ -30,7 +32,7 @@ class RequestHead:
     """One request's first line and header fields.
 
     ``path`` is the target before ``?``, as sent (nothing is decoded); ``content_length`` is None when the
-    body is chunked or absent (``is_chunked`` tells which).
+    body is chunked or absent (``is_chunked`` tells which); ``is_body_coded`` says that it is compressed.
     """
 
     method: bytes
@@ -42,6 +44,7 @@ class RequestHead:
     is_chunked: bool
     is_keep_alive: bool
     expects_continue: bool
+    is_body_coded: bool = False
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of header ``name`` (lower case), or None."""
@@ -105,6 +108,7 @@ def read_head(
     length: int | None = None
     coding = expect = None
     hosts = 0
+    is_body_coded = False
     for name, value in headers:
         if name not in _FRAMING:
             continue
@@ -116,8 +120,10 @@ def read_head(
             length = int(value)
         elif name == b"transfer-encoding":
             coding = value
-        else:
+        elif name == b"expect":
             expect = value
+        elif value and value.lower() != b"identity":
+            is_body_coded = True
     if version not in ("1.1", "1.0"):
         raise Unsupported("Only HTTP/1.1 and HTTP/1.0 are spoken here.", reason="HTTP_VERSION")
     if hosts > 1 or (not hosts and version == "1.1"):
@@ -136,7 +142,22 @@ def read_head(
         is_chunked=coding is not None,
         is_keep_alive=is_keep_alive,
         expects_continue=expect is not None,
+        is_body_coded=is_body_coded,
     )
+
+
+def check_body_coding(head: RequestHead) -> None:
+    """Refuse a compressed body: its fields must be read, and a small one could unfold to any size.
+
+    Raises:
+        InvalidRequest: ``Content-Encoding`` names a coding, and there is a body.
+    """
+    if head.is_body_coded and (head.is_chunked or head.content_length):
+        raise InvalidRequest(
+            "The body must come as it is: send it without `Content-Encoding`, uncompressed.",
+            reason="CONTENT_ENCODING",
+            details={"field": "content-encoding"},
+        )
 
 
 def _check_coding(coding: bytes, *, version: str, has_length: bool) -> None:

@@ -32,6 +32,9 @@ HEADERS_MAX: Final = 128
 TARGET_BYTES_MAX: Final = 8 * KIB
 """Longest request target."""
 
+READ_BURST_BYTES: Final = 64 * KIB
+"""One read that brings this much shows that more waits; the loop turns to others before the next."""
+
 DROPPED_BODY_BYTES_MAX: Final = 256 * KIB
 """Body of a refused request that is read and dropped to keep its connection; a larger one costs the
 connection.

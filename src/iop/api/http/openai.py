@@ -24,7 +24,7 @@ from iop.api.http.convert.writers import AnswerTerms
 from iop.api.http.errors import Dialect, error_body, error_code, error_headers, error_status
 from iop.api.http.estimate import estimate_tokens, prompt_bytes
 from iop.api.http.exchange import Exchange
-from iop.api.http.head import HeaderList
+from iop.api.http.head import HeaderList, check_body_coding
 from iop.api.http.headers import request_headers, request_id_of, trace_of
 from iop.api.http.keys import ApiKeys, Caller
 from iop.api.http.limits import ByteBudget, HttpLimits
@@ -192,6 +192,7 @@ class EdgeHttp:
             exchange.data = (route, visit)
             keys = self._find_keys()
             caller = keys.identify(head)
+            check_body_coding(head)
             caller.enter(keys.now())
         except IopError as error:
             self.on_error(exchange, error)
@@ -219,6 +220,9 @@ class EdgeHttp:
     def _request_of(
         self, exchange: Exchange, visit: _Visit, operation: _Operation, fields: RequestFields
     ) -> DispatchRequest:
+        """What dispatch is asked, and whether the caller may."""
+        caller = visit.caller
+        assert caller is not None, "a request is admitted before it is read"
         visit.model = fields.model
         snapshot = self._find_snapshot()
         model = snapshot.find_model(fields.model)
@@ -228,8 +232,8 @@ class EdgeHttp:
                 reason="model_not_found",
                 details={"field": "model"},
             )
-        visit.caller.check_model(fields.model, model.id, *model.aliases)
-        visit.session = _session(exchange, visit.caller)
+        caller.check_model(fields.model, model.id, *model.aliases)
+        visit.session = _session(exchange, caller)
         request = DispatchRequest(
             request_id=RequestId(visit.request_id),
             model=fields.model,
@@ -237,9 +241,9 @@ class EdgeHttp:
             estimated_prompt_tokens=estimate_tokens(
                 fields, threshold=model.long_context_tokens, bytes_per_token=snapshot.chars_per_token
             ),
-            priority=_priority(exchange, visit.caller),
+            priority=_priority(exchange, caller),
             session=visit.session,
-            caller=visit.caller.name,
+            caller=caller.name,
         )
         if via := exchange.head.get_all(_VIA_FIELD):
             request = replace(request, via=read_via(via))

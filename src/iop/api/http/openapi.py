@@ -254,6 +254,7 @@ _REFUSED: Final = {
         "description": "Seconds after which another try makes sense.",
         "schema": {"type": "string", "pattern": "^[0-9]+$"},
     },
+    "accept-encoding": {"description": "How a body may come (415).", "schema": {"const": "identity"}},
 }
 _SERVED: Final = {
     "x-request-id": _REQUEST_ID,
@@ -278,6 +279,7 @@ _WORDS: Final[Mapping[int, str]] = {
     408: "The request took too long to arrive.",
     413: "The body is larger than `limits.body_bytes`.",
     414: "The target is too long.",
+    415: "The body is compressed; send it without `Content-Encoding`.",
     417: "An expectation other than `100-continue`.",
     429: "A limit was hit: wait as `Retry-After` says.",
     431: "The header is too large.",
@@ -291,7 +293,7 @@ _WORDS: Final[Mapping[int, str]] = {
 }
 assert set(STATUS_BY_REASON.values()) <= set(_WORDS), "every status of ours is described"
 
-_GET_STATUSES: Final = (400, 401, 403, 404, 405, 408, 413, 414, 417, 429, 431, 500, 501, 503, 505)
+_GET_STATUSES: Final = (400, 401, 403, 404, 405, 408, 413, 414, 415, 417, 429, 431, 500, 501, 503, 505)
 
 
 def describe(version: str, *, needs_key: bool) -> dict[str, Any]:

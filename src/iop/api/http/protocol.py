@@ -27,6 +27,7 @@ from iop.api.http.limits import (
     DROPPED_BODY_BYTES_MAX,
     HEADERS_MAX,
     PIPELINED_MAX,
+    READ_BURST_BYTES,
     RESERVE_STEP_BYTES,
     TARGET_BYTES_MAX,
     WRITE_HIGH_BYTES,
@@ -188,6 +189,14 @@ class HttpConnection(asyncio.Protocol):
             )
         self._feed(data)
         self._pump()
+        if len(data) >= READ_BURST_BYTES and not self._is_closing and not self._is_backlogged:
+            # The loop would read such a caller again and again before it turns to others: once a turn is enough.
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not self._is_closed and not self._is_backlogged and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     # ---- what the server asks ----
 
