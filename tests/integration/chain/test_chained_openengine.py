@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from chain_site import Place, edge_yaml, inner_adapter, place
+from chain_site import KINDS, Place, edge_yaml, inner_adapter, place
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -52,7 +52,7 @@ class Line:
 
 
 @contextlib.asynccontextmanager
-async def line_of(directory: Path, **inner: Any) -> AsyncIterator[Line]:
+async def line_of(directory: Path, kind: str = "openengine", **inner: Any) -> AsyncIterator[Line]:
     async with asyncio.timeout(60), Engine(EngineSettings()) as engine:
         port = EnginePort(engine, clock=SystemClock())
         listener = inference_listener(
@@ -65,7 +65,7 @@ async def line_of(directory: Path, **inner: Any) -> AsyncIterator[Line]:
                 **inner,
             )
             async with place(directory / "inner", config) as second:
-                outside = edge_yaml(inner_adapter("openengine", second), target="fast")
+                outside = edge_yaml(inner_adapter(kind, second), target="fast")
                 async with place(directory / "outer", outside) as first:
                     line = Line(
                         outer=first,
@@ -284,6 +284,21 @@ async def test_a_circle_is_a_failed_precondition_and_names_itself(tmp_path: Path
         async with refused(grpc.StatusCode.FAILED_PRECONDITION, "LOOP_DETECTED"):
             await read_all(own.inference.Generate(request_of(), timeout=10))
         await own.settled()
+
+
+@pytest.mark.clause("SF-13", "AD-33")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_the_first_answer_already_names_the_weights_of_the_engine(
+    tmp_path: Path, kind: str, is_stream: bool
+) -> None:
+    body = {"model": "fast", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+    async with line_of(tmp_path, kind) as line:
+        status, headers, _ = await line.outer.answer({**body, "stream": is_stream})
+        assert status == 200
+        assert headers[b"x-iop-weight-version"].decode() == line.engine.weight_version
+        if not is_stream and kind == "openai_compat":
+            assert b"content-length" in headers  # no trailer has to tell of a change
 
 
 @pytest.mark.clause("SF-22", "EN-04")
