@@ -140,7 +140,7 @@ class Attempt:
         self.is_started = True
         self.status = status
         for name, value in headers:
-            if name.lower() == WEIGHT_VERSION_FIELD:
+            if len(name) == len(WEIGHT_VERSION_FIELD) and name.lower() == WEIGHT_VERSION_FIELD:
                 self._owner.version_told(value.decode("utf-8", "replace"))
         self._owner.attempt_started(self)
         self._tunnel_sink.on_response_start(status=status, headers=headers, framing=framing)

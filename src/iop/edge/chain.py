@@ -41,12 +41,14 @@ def has_looped(via: str, instance: str) -> bool:
     return len(names) >= HOPS_MAX or (bool(instance) and instance in names)
 
 
-def hop_headers(headers: Sequence[Header], via: str, instance: str) -> Sequence[Header]:
+def hop_headers(headers: Sequence[Header], via: str, instance: str) -> tuple[Header, ...]:
     """Request headers for a provider, with this Edge on the list."""
     if not instance:
-        return headers
-    kept = headers if not via else [field for field in headers if field[0].lower() != _VIA_FIELD]
-    return [*kept, (_VIA_FIELD, _longer(via, instance).encode("latin-1"))]
+        return tuple(headers)
+    if not via:  # straight from a client, as most are
+        return (*headers, (_VIA_FIELD, instance.encode("ascii")))
+    kept = (field for field in headers if field[0].lower() != _VIA_FIELD)
+    return (*kept, (_VIA_FIELD, _longer(via, instance).encode("latin-1")))
 
 
 def hop_metadata(metadata: Mapping[str, str], request: DispatchRequest, instance: str) -> Mapping[str, str]:

@@ -393,7 +393,7 @@ class Dispatcher:
                         operation=call.operation,
                         method=call.method,
                         path=call.path,
-                        headers=tuple(hop_headers(call.headers, handle.request.via, self._instance)),
+                        headers=hop_headers(call.headers, handle.request.via, self._instance),
                         stream=call.stream,
                         timeout_sec=timeout_sec,
                         metadata=call.metadata,
