@@ -17,8 +17,8 @@ from iop.net.ports import RunSink, TunnelSink
 from iop.wire.messages import Header
 
 CONVERSIONS: Mapping[str, tuple[str, ...]] = {
-    "chat_completions": ("messages",),
-    "messages": ("chat_completions",),
+    "chat_completions": ("messages", "responses"),
+    "messages": ("chat_completions", "responses"),
     "responses": ("chat_completions", "messages"),
 }
 """What else a provider may be asked where it does not offer an operation: the surface converts (SF-01). First choice

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from iop.api.http.convert.answers import AnswerConverter
 from iop.api.http.convert.messages_writer import MessagesWriter
-from iop.api.http.convert.readers import ChatReader, MessagesReader
+from iop.api.http.convert.readers import ChatReader, MessagesReader, Reader
+from iop.api.http.convert.responses_reader import ResponsesReader
 from iop.api.http.convert.responses_writer import ResponsesWriter
 from iop.api.http.convert.sse_parser import SseEvent, SseParser
 from iop.api.http.convert.writers import AnswerTerms, ChatWriter
@@ -87,8 +88,14 @@ def whole_chat(answer: dict[str, Any]) -> bytes:
     return json.dumps({"model": "m", "choices": [choice], "usage": usage}).encode()
 
 
+def reader_of(source: str) -> Reader:
+    if source == "messages":
+        return MessagesReader()
+    return ResponsesReader() if source == "responses" else ChatReader(id_base="r1")
+
+
 def convert(data: list[bytes], source: str, target: str) -> bytes:
-    reader = MessagesReader() if source == "messages" else ChatReader(id_base="r1")
+    reader = reader_of(source)
     converter = AnswerConverter(reader, WRITERS[target](TERMS))
     out = [converter.feed(part) for part in data]
     return b"".join([*out, converter.finish()])
@@ -230,6 +237,125 @@ def test_a_messages_stream_converts_to_what_its_whole_answer_converts_to(
     assert plain(REBUILT[target](once)) == plain(again)
 
 
+@st.composite
+def response_streams(draw: st.DrawFn) -> tuple[dict[str, Any], bytes]:
+    """A response, and one of the ways in which an engine might stream it: with deltas, or pieces told at their end."""
+    answer = draw(answers())
+    items: list[dict[str, Any]] = []
+    if answer["thought"]:
+        key = draw(st.sampled_from(["content", "summary"]))
+        part = {"type": "reasoning_text" if key == "content" else "summary_text", "text": answer["thought"]}
+        items.append({"type": "reasoning", "id": "rs", "content": [], "summary": [], key: [part]})
+    if answer["text"]:
+        part = {"type": "output_text", "text": answer["text"], "annotations": []}
+        items.append({"type": "message", "id": "msg", "role": "assistant", "content": [part]})
+    items += [
+        {"type": "function_call", "id": f"fc{n}", "call_id": f"c{n}", "name": f"f{n}", "arguments": arguments}
+        for n, arguments in enumerate(answer["calls"])
+    ]
+    is_short = answer["reason"] == "length"
+    response = {
+        "id": "resp",
+        "object": "response",
+        "model": "m",
+        "status": "incomplete" if is_short else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_short else None,
+        "error": None,
+        "output": items,
+        "usage": {"input_tokens": 5, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 2}},
+    }
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": response | {"output": [], "status": "in_progress"}},
+        {"type": "response.in_progress", "response": response | {"output": [], "status": "in_progress"}},
+    ]
+    is_terse = draw(st.booleans()) and draw(st.booleans())  # the closing event tells everything
+    for index, item in enumerate([] if is_terse else items):
+        place = {"output_index": index}
+        empty = item | (
+            {"arguments": ""} if item["type"] == "function_call" else {"content": [], "summary": []}
+        )
+        if draw(st.booleans()) or item["type"] == "function_call":
+            events.append({"type": "response.output_item.added", **place, "item": empty})
+        if draw(st.booleans()):
+            match item["type"]:
+                case "function_call":
+                    name, text = "function_call_arguments", item["arguments"]
+                case "message":
+                    name, text = "output_text", answer["text"]
+                case _:
+                    name = "reasoning_text" if item["content"] else "reasoning_summary_text"
+                    text = answer["thought"]
+            delta = f"response.{name}.delta"
+            events += [{"type": delta, **place, "delta": piece} for piece in pieces(draw, text)]
+            events.append({"type": f"response.{name}.done", **place, "text": text, "arguments": text})
+        events.append({"type": "response.output_item.done", **place, "item": item})
+    events.append({"type": f"response.{response['status']}", "response": response})
+    newline = draw(st.sampled_from([b"\n", b"\r\n"]))
+    lines = [
+        b"event: %b%bdata: %b"
+        % (event["type"].encode(), newline, json.dumps(event, ensure_ascii=False).encode())
+        for event in events
+    ]
+    return response, b"".join(line + newline * 2 for line in lines)
+
+
+@pytest.mark.clause("SF-02", "SF-10")
+@pytest.mark.parametrize("target", ["chat", "messages", "responses"])
+@given(case=response_streams(), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_responses_stream_converts_to_what_its_whole_answer_converts_to(
+    target: str, case: tuple[dict[str, Any], bytes], data: st.DataObject
+) -> None:
+    response, stream = case
+    streamed = convert(split(data, stream), "responses", target)
+    assert streamed == convert([stream], "responses", target)
+    body = json.dumps(response).encode()
+    again = json.loads(AnswerConverter(ResponsesReader(), WRITERS[target](TERMS)).whole(body))
+    assert plain(REBUILT[target](streamed)) == plain(again)
+
+
+@pytest.mark.clause("SF-10")
+@pytest.mark.parametrize("target", ["chat", "messages"])
+@given(case=chat_streams())
+@settings(max_examples=60, deadline=None)
+def test_what_went_by_way_of_responses_says_what_it_said(
+    target: str, case: tuple[dict[str, Any], bytes]
+) -> None:
+    _, stream = case
+    direct = REBUILT[target](convert([stream], "chat", target))
+    around = REBUILT[target](convert([convert([stream], "chat", "responses")], "responses", target))
+    assert plain(around) == plain(direct)
+
+
+@pytest.mark.clause("SF-14")
+@given(case=response_streams(), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_responses_stream_cut_before_its_end_is_never_a_success(
+    case: tuple[dict[str, Any], bytes], data: st.DataObject
+) -> None:
+    response, stream = case
+    before = stream[: stream.rindex(b"event: response." + response["status"].encode())]
+    cut = before[: data.draw(st.integers(0, len(before)))]
+    messages, responses, chat = (convert([cut], "responses", t) for t in ("messages", "responses", "chat"))
+    assert b"message_stop" not in messages and events_of(messages)[-1]["type"] == "error"
+    assert b"response.completed" not in responses and events_of(responses)[-1]["type"] == "response.failed"
+    assert b"[DONE]" not in chat and "error" in events_of(chat)[-1]
+
+
+@pytest.mark.clause("SF-14")
+@given(case=response_streams(), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_damaged_responses_streams_break_nothing(
+    case: tuple[dict[str, Any], bytes], data: st.DataObject
+) -> None:
+    _, stream = case
+    damaged = bytearray(stream)
+    for place in data.draw(st.lists(st.integers(0, len(stream) - 1), min_size=1, max_size=6)):
+        damaged[place] = data.draw(st.integers(0, 255))
+    for target in WRITERS:
+        convert(split(data, bytes(damaged)), "responses", target)
+
+
 @pytest.mark.clause("SF-05")
 @given(case=chat_streams(), data=st.data())
 @settings(max_examples=60, deadline=None)
@@ -258,7 +384,7 @@ def test_a_stream_cut_before_its_finish_is_never_a_success(
 @given(noise=st.lists(st.binary(max_size=40), max_size=6))
 @settings(max_examples=100, deadline=None)
 def test_rubbish_makes_no_crash_and_no_success(noise: list[bytes]) -> None:
-    for source in ("chat", "messages"):
+    for source in ("chat", "messages", "responses"):
         for target in WRITERS:
             out = convert([b"data: " + part + b"\n\n" for part in noise], source, target)
             assert b"message_stop" not in out and b"response.completed" not in out

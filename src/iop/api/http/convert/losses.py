@@ -22,11 +22,13 @@ class Losses:
 
     Attributes:
         dropped: fields that were let go, each once, in order of appearance.
+        names: after a first conversion, what the caller calls a field, by the beginning of its new name.
     """
 
-    __slots__ = ("_allowed", "_target", "dropped")
+    __slots__ = ("_allowed", "_target", "dropped", "names")
 
     def __init__(self, target: str, allowed: frozenset[str] = frozenset()) -> None:
+        self.names: Mapping[str, str] = {}
         self._target = target
         self._allowed = allowed
         self.dropped: list[str] = []
@@ -37,22 +39,28 @@ class Losses:
         Raises:
             InvalidRequest: it does not (reason UNSUPPORTED_FIELD); the message names field and target.
         """
-        bare = _POSITION.sub("", field)
-        if bare in self._allowed:
-            self.note(bare)
+        said = self._said(field)
+        bare = _POSITION.sub("", said)
+        if bare in self._allowed or _POSITION.sub("", field) in self._allowed:
+            self.note(field)
             return
-        message = (
-            f"`{field}` cannot be said in {self._target}, which is all that this model's provider speaks"
-        )
+        message = f"`{said}` cannot be said in {self._target}, which is all that this model's provider speaks"
         raise InvalidRequest(
-            f"{message}{': ' + why if why else ''}.", reason="UNSUPPORTED_FIELD", details={"field": field}
+            f"{message}{': ' + why if why else ''}.", reason="UNSUPPORTED_FIELD", details={"field": said}
         )
 
     def note(self, field: str) -> None:
         """Record that ``field``, a mere hint, was let go."""
-        bare = _POSITION.sub("", field)
+        bare = _POSITION.sub("", self._said(field))
         if bare not in self.dropped:
             self.dropped.append(bare)
+
+    def _said(self, field: str) -> str:
+        """The field as the caller knows it."""
+        for begin, name in self.names.items():
+            if field == begin or field.startswith((begin + ".", begin + "[")):
+                return name + _POSITION.sub("", field[len(begin) :])  # positions were another list's
+        return field
 
 
 def invalid(field: str, rule: str) -> InvalidRequest:

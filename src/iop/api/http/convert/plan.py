@@ -11,10 +11,12 @@ from typing import Any, Final
 from iop.api.http.bulk import CONVERTED_BYTES_MAX, BulkFields
 from iop.api.http.convert.answers import AnswerConverter
 from iop.api.http.convert.chat_to_messages import chat_to_messages
+from iop.api.http.convert.chat_to_responses import chat_to_responses
 from iop.api.http.convert.losses import Losses
 from iop.api.http.convert.messages_to_chat import messages_to_chat
 from iop.api.http.convert.messages_writer import MessagesWriter
 from iop.api.http.convert.readers import ChatReader, MessagesReader, Reader
+from iop.api.http.convert.responses_reader import ResponsesReader
 from iop.api.http.convert.responses_to_chat import response_echo, responses_to_chat
 from iop.api.http.convert.responses_writer import ResponsesWriter
 from iop.api.http.convert.writers import AnswerTerms, ChatWriter, Writer
@@ -40,7 +42,28 @@ _DIALECTS: Final[Mapping[str, Dialect]] = {
     "responses": Dialect.RESPONSES,
 }
 
-_NAMES: Final[Mapping[str, str]] = {"chat_completions": "chat completions", "messages": "messages"}
+_NAMES: Final[Mapping[str, str]] = {
+    "chat_completions": "chat completions",
+    "messages": "messages",
+    "responses": "responses",
+}
+
+_FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "messages": {
+        "stop": "stop_sequences",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "user": "metadata.user_id",
+    },
+    "responses": {
+        "verbosity": "text.verbosity",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+    },
+}
+"""What a caller calls the fields of the chat that its request became on the way to a third dialect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +98,13 @@ class Plan:
 
     def converter(self, terms: AnswerTerms) -> AnswerConverter:
         """What turns the provider's answer into the caller's dialect."""
-        reader: Reader = (
-            MessagesReader() if self.dialect is Dialect.MESSAGES else ChatReader(id_base=terms.request_id)
-        )
+        reader: Reader
+        if self.dialect is Dialect.MESSAGES:
+            reader = MessagesReader()
+        elif self.dialect is Dialect.RESPONSES:
+            reader = ResponsesReader()
+        else:
+            reader = ChatReader(id_base=terms.request_id)
         return AnswerConverter(reader, _WRITERS[self.source](terms))
 
 
@@ -133,8 +160,11 @@ def plan_request(
             made = messages_to_chat(made, losses)
         elif source == "responses":
             made = responses_to_chat(made, losses)
+        losses.names = _FIELDS.get(source, {})
         if target == "messages":
             made = chat_to_messages(made, losses)
+        elif target == "responses":
+            made = chat_to_responses(made, losses)
     except RecursionError:
         raise InvalidRequest("The body nests too deeply to be converted.", reason="JSON_TOO_DEEP") from None
     made["model"] = model

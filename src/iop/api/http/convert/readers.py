@@ -90,7 +90,7 @@ class ChatReader:
         events: list[Event] = []
         if not self._has_begun:
             self._has_begun = True
-            events.append(Begin(model=_str(value.get("model"))))
+            events.append(Begin(model=as_str(value.get("model"))))
         choices = value.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict) and choice.get("index", 0) == 0:
@@ -119,12 +119,12 @@ class ChatReader:
         delta = choice.get("delta") or choice.get("message")
         if isinstance(delta, dict):
             # Some engines say both names in every chunk, with the same text.
-            thought = _str(delta.get("reasoning_content")) or _str(delta.get("reasoning"))
+            thought = as_str(delta.get("reasoning_content")) or as_str(delta.get("reasoning"))
             if thought:
                 events.append(Reasoning(text=thought))
             if text := _content(delta.get("content")):
                 events.append(Text(text=text))
-            if refusal := _str(delta.get("refusal")):
+            if refusal := as_str(delta.get("refusal")):
                 events.append(Text(text=refusal, is_refusal=True))
             calls = delta.get("tool_calls")
             for number, part in enumerate(calls if isinstance(calls, list) else ()):
@@ -142,7 +142,7 @@ class ChatReader:
     def _call(self, part: Mapping[str, Any], number: int, events: list[Event]) -> None:
         function = part.get("function")
         function = function if isinstance(function, dict) else {}
-        name, call_id = _str(function.get("name")), _str(part.get("id"))
+        name, call_id = as_str(function.get("name")), as_str(part.get("id"))
         told = part.get("index")
         index = told if isinstance(told, int) else number
         call = self._by_index.get(index)
@@ -196,18 +196,18 @@ class MessagesReader:
         """One event's data."""
         match value.get("type"):
             case "message_start":
-                message = _dict(value.get("message"))
+                message = as_dict(value.get("message"))
                 self._count(message)
-                return [Begin(model=_str(message.get("model")))]
+                return [Begin(model=as_str(message.get("model")))]
             case "content_block_start":
-                return self._block(_int(value.get("index")), _dict(value.get("content_block")))
+                return self._block(as_int(value.get("index")), as_dict(value.get("content_block")))
             case "content_block_delta":
-                return self._delta(_int(value.get("index")), _dict(value.get("delta")))
+                return self._delta(as_int(value.get("index")), as_dict(value.get("delta")))
             case "content_block_stop":
-                return self._input(_int(value.get("index")))
+                return self._input(as_int(value.get("index")))
             case "message_delta":
                 self._count(value)
-                return self._stop(_dict(value.get("delta")))
+                return self._stop(as_dict(value.get("delta")))
             case "message_stop":
                 self.is_finished = True
                 return []
@@ -220,10 +220,10 @@ class MessagesReader:
         """A whole answer."""
         if value.get("type") == "error":
             return [failure_of(value)]
-        events: list[Event] = [Begin(model=_str(value.get("model")))]
+        events: list[Event] = [Begin(model=as_str(value.get("model")))]
         content = value.get("content")
         for index, block in enumerate(content if isinstance(content, list) else ()):
-            events += self._block(index, _dict(block))
+            events += self._block(index, as_dict(block))
             events += self._input(index)
         self._count(value)
         return events + self._stop(value)
@@ -238,27 +238,27 @@ class MessagesReader:
     def _block(self, index: int, block: Mapping[str, Any]) -> list[Event]:
         match block.get("type"):
             case "text":
-                return [Text(text=text)] if (text := _str(block.get("text"))) else []
+                return [Text(text=text)] if (text := as_str(block.get("text"))) else []
             case "thinking":
-                return [Reasoning(text=text)] if (text := _str(block.get("thinking"))) else []
+                return [Reasoning(text=text)] if (text := as_str(block.get("thinking"))) else []
             case "tool_use":
                 given = block.get("input")
                 if given:
                     self._inputs[index] = orjson.dumps(given).decode()
                 else:
                     self._inputs[index] = ""
-                return [ToolBegin(slot=index, id=_str(block.get("id")), name=_str(block.get("name")))]
+                return [ToolBegin(slot=index, id=as_str(block.get("id")), name=as_str(block.get("name")))]
             case _:
                 return []
 
     def _delta(self, index: int, delta: Mapping[str, Any]) -> list[Event]:
         match delta.get("type"):
             case "text_delta":
-                return [Text(text=_str(delta.get("text")))]
+                return [Text(text=as_str(delta.get("text")))]
             case "thinking_delta":
-                return [Reasoning(text=_str(delta.get("thinking")))]
+                return [Reasoning(text=as_str(delta.get("thinking")))]
             case "input_json_delta":
-                if index not in self._inputs or not (part := _str(delta.get("partial_json"))):
+                if index not in self._inputs or not (part := as_str(delta.get("partial_json"))):
                     return []
                 self._inputs[index] = ""  # what comes in parts replaces what the start held
                 return [ToolArguments(slot=index, text=part)]
@@ -297,51 +297,51 @@ def failure_of(value: Mapping[str, Any]) -> Failure:
     if isinstance(error, dict):
         code = error.get("code")
         return Failure(
-            message=(_str(error.get("message")) or "The provider failed.")[:TEXT_CHARS_MAX],
+            message=(as_str(error.get("message")) or "The provider failed.")[:TEXT_CHARS_MAX],
             code=code if isinstance(code, str) else None,
-            kind=_str(error.get("type")) or None,
+            kind=as_str(error.get("type")) or None,
         )
-    text = _str(error) or _str(value.get("detail")) or _str(value.get("message"))
+    text = as_str(error) or as_str(value.get("detail")) or as_str(value.get("message"))
     return Failure(message=(text or "The provider failed.")[:TEXT_CHARS_MAX])
 
 
 def _content(value: Any) -> str:
     if isinstance(value, list):
-        return "".join(_str(part.get("text")) for part in value if isinstance(part, dict))
-    return _str(value)
+        return "".join(as_str(part.get("text")) for part in value if isinstance(part, dict))
+    return as_str(value)
 
 
 def _chat_counts(usage: Mapping[str, Any]) -> Counted:
     return Counted(
-        prompt=_count(usage.get("prompt_tokens")),
-        answer=_count(usage.get("completion_tokens")),
-        cached=_count(_dict(usage.get("prompt_tokens_details")).get("cached_tokens")),
-        reasoning=_count(_dict(usage.get("completion_tokens_details")).get("reasoning_tokens")),
+        prompt=as_count(usage.get("prompt_tokens")),
+        answer=as_count(usage.get("completion_tokens")),
+        cached=as_count(as_dict(usage.get("prompt_tokens_details")).get("cached_tokens")),
+        reasoning=as_count(as_dict(usage.get("completion_tokens_details")).get("reasoning_tokens")),
     )
 
 
 def _message_counts(usage: Mapping[str, Any]) -> Counted:
-    cached = _count(usage.get("cache_read_input_tokens"))
-    written = _count(usage.get("cache_creation_input_tokens"))
+    cached = as_count(usage.get("cache_read_input_tokens"))
+    written = as_count(usage.get("cache_creation_input_tokens"))
     return Counted(
-        prompt=_count(usage.get("input_tokens")) + cached + written,
-        answer=_count(usage.get("output_tokens")),
+        prompt=as_count(usage.get("input_tokens")) + cached + written,
+        answer=as_count(usage.get("output_tokens")),
         cached=cached,
         written=written,
     )
 
 
-def _str(value: Any) -> str:
+def as_str(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _dict(value: Any) -> Mapping[str, Any]:
+def as_dict(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _int(value: Any) -> int:
+def as_int(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _count(value: Any) -> int:
+def as_count(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else 0
