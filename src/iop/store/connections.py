@@ -63,7 +63,8 @@ class _Lane:
             if connection is not None:
                 connection.close()
 
-        await asyncio.get_running_loop().run_in_executor(self._thread, close)
+        # Shielded: to cancel the wait would otherwise take the work out of the thread's queue again.
+        await asyncio.shield(asyncio.wrap_future(self._thread.submit(close)))
 
     def end_thread(self) -> None:
         """Let the thread end after what it has been asked."""

@@ -95,12 +95,11 @@ events = sa.Table(
     sa.Column("is_terminal", sa.Boolean, nullable=False),
     sa.Column("body", sa.Text, nullable=False),
 )
-sa.Index(
+_ONE_TERMINAL: Final = sa.Index(
     "uq_events_one_terminal",
     events.c.operation_id,
     unique=True,
     sqlite_where=events.c.is_terminal.is_(True),
-    postgresql_where=events.c.is_terminal.is_(True),
 )
 
 steps = sa.Table(
@@ -147,6 +146,9 @@ def version_of(connection: sa.Connection) -> str | None:
 
 def create(connection: sa.Connection) -> None:
     """Make a new store's schema at its newest version, with the one row of counters; does not commit."""
+    if connection.dialect.name == "postgresql":
+        # Not where the index is declared: SQLAlchemy would load that dialect for every store.
+        _ONE_TERMINAL.dialect_kwargs["postgresql_where"] = events.c.is_terminal.is_(True)
     METADATA.create_all(connection, checkfirst=False)
     counters = dict.fromkeys(("version", "token", "revision", "last_epoch", "last_ordinal"), 0)
     connection.execute(sa.insert(meta).values(id=1, owner="", **counters))

@@ -100,3 +100,16 @@ async def test_a_new_store_is_made_as_migrations_would_make_it(url: str) -> None
     async with database.writer.connect() as connection:
         await connection.run(look)
     await database.aclose()
+
+
+@pytest.mark.clause("AD-21")
+async def test_a_new_store_allows_one_terminal_event_per_operation_and_many_others(url: str) -> None:
+    database = Database(url)
+    await database.migrate()
+    insert = "INSERT INTO events VALUES ('op-1', {}, 0, {}, '{{}}')"
+    async with database.writer.connect() as connection:
+        for sequence, is_terminal in ((1, "false"), (2, "false"), (3, "true")):
+            await connection.execute(sa.text(insert.format(sequence, is_terminal)))
+        with pytest.raises(sa.exc.IntegrityError):
+            await connection.execute(sa.text(insert.format(4, "true")))
+    await database.aclose()
