@@ -22,8 +22,7 @@ from iop.app.process import ProcessClock
 from iop.config import EffectiveValue
 from iop.config.tree import EdgeConfig, EngineConfig
 from iop.config.values import StoreUrl
-from iop.core.ids import GroupId
-from iop.engine.participants import GROUP
+from iop.core.ids import ENGINE_GROUP, GroupId
 from iop.store.journal import SqlJournal
 
 __all__ = ["ShownOverride", "shown_overrides", "stored_overrides", "with_overrides"]
@@ -131,7 +130,7 @@ async def stored_overrides(store: StoreUrl, *, is_given: bool, home: Path) -> Se
 
 def _file_values(config: EdgeConfig | EngineConfig) -> FileValues:
     if isinstance(config, EngineConfig):
-        return {GROUP: {ReconfigurableField.CAPACITY: config.slots}}
+        return {ENGINE_GROUP: {ReconfigurableField.CAPACITY: config.slots}}
     return {
         GroupId(f"{node.id}/{adapter.provider_id}"): {
             field: getattr(adapter, name) for field, name in EDGE_FIELDS.items()
@@ -143,7 +142,7 @@ def _file_values(config: EdgeConfig | EngineConfig) -> FileValues:
 
 def _places(config: EdgeConfig | EngineConfig) -> Mapping[tuple[GroupId, ReconfigurableField], str]:
     if isinstance(config, EngineConfig):
-        return {(GROUP, ReconfigurableField.CAPACITY): "slots"}
+        return {(ENGINE_GROUP, ReconfigurableField.CAPACITY): "slots"}
     return {
         (GroupId(f"{node.id}/{adapter.provider_id}"), field): f"nodes[{i}].adapters[{j}].{name}"
         for i, node in enumerate(config.nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Final
@@ -12,15 +13,13 @@ import typer
 from iop import __version__
 from iop.cli import process_commands
 from iop.cli.output import notes, print_error
+from iop.cli.plain_arguments import plain_arguments
 from iop.core.errors import IopError
 
 __all__ = ["build_app", "main"]
 
 EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
-
-ROLES: Final = frozenset({"up", "edge", "node", "engine"})
-"""Commands whose process lives for months: it must not carry what only operators' commands need."""
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
@@ -38,7 +37,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback()(_root)
     process_commands.register(app)
-    if not arguments or arguments[0] not in ROLES:
+    if not arguments or arguments[0] not in process_commands.ROLES:
         importlib.import_module("iop.cli.operator_commands").register(app)
     return app
 
@@ -65,7 +64,12 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command; returns its exit code."""
     try:
-        build_app(arguments)(arguments, prog_name="iop")
+        role = process_commands.ROLES.get(arguments[0]) if arguments else None
+        options = plain_arguments(role, arguments[1:], os.environ) if role is not None else None
+        if role is not None and options is not None:
+            role(**options)
+        else:
+            build_app(arguments)(arguments, prog_name="iop")
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else EXIT_FAILED
     except KeyboardInterrupt:

@@ -6,9 +6,11 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from types import MappingProxyType
+from typing import Annotated, Any, Final, TypeAlias
 
 import typer
 
@@ -16,7 +18,7 @@ from iop.cli.node_command import node_command
 from iop.cli.output import data, exit_with, notes
 from iop.obs import LogFormat, configure_logging
 
-__all__ = ["register"]
+__all__ = ["ROLES", "register"]
 
 
 class _Format(StrEnum):
@@ -166,6 +168,16 @@ def node(
         return
     if config is None:
         raise typer.BadParameter("the daemon needs a config", ctx=context, param_hint="--config")
+    node_daemon(config, ready_file, log_format, log_level)
+
+
+def node_daemon(
+    config: Annotated[Path, typer.Option("--config")],
+    ready_file: ReadyFile = None,
+    log_format: Format = _Format.AUTO,
+    log_level: Level = _Level.INFO,
+) -> None:
+    """``iop node`` without a command of its own."""
     from iop.app.node import node_role
     from iop.app.process import run_role
 
@@ -209,6 +221,12 @@ def engine(
             lambda: engine_role(config, flags=flags, warn=_warn, has_run_file=run_file), ready_file=ready_file
         )
     )
+
+
+ROLES: Final[Mapping[str, Callable[..., None]]] = MappingProxyType(
+    {"up": up, "edge": edge, "node": node_daemon, "engine": engine}
+)
+"""Commands whose process lives for months: it must not carry what reading a command line or an operator needs."""
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,9 @@ ParticipantId = NewType("ParticipantId", str)
 GroupId = NewType("GroupId", str)
 """The participants that act only together: the ranks of one engine."""
 
+ENGINE_GROUP: Final = GroupId("engine")
+"""The one group of a reference engine that serves alone. Here, because an Edge that only names it must not load it."""
+
 LeaseId = NewType("LeaseId", int)
 """One occupied unit of a provider's capacity."""
 

@@ -66,16 +66,14 @@ from iop.admin.steps import (
     WorkCounts,
 )
 from iop.core.errors import IopError, NotFound, PreconditionFailed, Unavailable, Unsupported
-from iop.core.ids import GroupId, ParticipantId
+from iop.core.ids import ENGINE_GROUP, GroupId, ParticipantId
 from iop.engine.engine import NAME, Engine
 from iop.engine.operations import SLOTS_MAX
 from iop.engine.reports import ArtifactFile, EngineState, RankState, RankWeights
 from iop.engine.weights import DiskWeights, InlineTensor, InlineWeights
 from iop.engine.weights import WeightSource as EngineWeights
 
-__all__ = ["CAPABILITIES", "GROUP", "RankDriver"]
-
-GROUP: Final = GroupId("engine")
+__all__ = ["CAPABILITIES", "RankDriver"]
 
 CAPABILITIES: Final = Capabilities(
     operations=frozenset(AdminOperationKind),
@@ -141,7 +139,7 @@ class RankDriver:
         return [
             ParticipantInfo(
                 participant_id=one,
-                group_id=GROUP,
+                group_id=ENGINE_GROUP,
                 capabilities=CAPABILITIES,
                 models=(self._info.model_id,),
                 connected=connected,
@@ -199,11 +197,11 @@ class RankDriver:
 
     def groups(self) -> frozenset[GroupId]:
         """The one group that all ranks are."""
-        return frozenset({GROUP})
+        return frozenset({ENGINE_GROUP})
 
     def file_values(self) -> FileValues:
         """The slots that the engine was started with (AD-47)."""
-        return {GROUP: {ReconfigurableField.CAPACITY: self._info.slots}}
+        return {ENGINE_GROUP: {ReconfigurableField.CAPACITY: self._info.slots}}
 
     def apply_overrides(self, overrides: FileValues) -> None:
         """Nothing: the ranks are told by steps, before the listeners open."""
