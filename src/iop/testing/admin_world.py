@@ -103,8 +103,12 @@ class AdminWorld:
         """Run a server for the length of the block, or until it crashes.
 
         A crash cancels whatever the block waits for and ends the block silently; `crashed` tells.
+
+        Raises:
+            Crashed: while it took up what an earlier server had left; the block did not begin.
         """
         self.crashed.clear()
+        has_begun = False
         self.journal = MemoryJournal(self.store, unix_nanos=self.clock.unix_nanos, on_write=self._on_write)
         self.core = AdminCore(
             journal=self.journal,
@@ -119,6 +123,7 @@ class AdminWorld:
             async with asyncio.timeout(None) as block, asyncio.TaskGroup() as tasks:
                 runner = tasks.create_task(self._serve(block), name="server")
                 await self.core.wait_ready()
+                has_begun = True
                 try:
                     yield self.core
                 finally:
@@ -129,6 +134,8 @@ class AdminWorld:
         except BaseExceptionGroup as group:
             if group.split((Crashed, TimeoutError))[1] is not None:
                 raise
+        if not has_begun:
+            raise Crashed
 
     async def _serve(self, block: asyncio.Timeout) -> None:
         try:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
@@ -30,7 +31,7 @@ from admin_checks import (
 from iop.admin.enums import CancelDisposition, ResourceKind
 from iop.admin.requests import MutationRequest
 from iop.core.errors import IopError
-from iop.testing.admin_world import ADMIN, AdminWorld, run_world
+from iop.testing.admin_world import ADMIN, AdminWorld, Crashed, run_world
 from iop.testing.fake_participants import FaultKind
 
 STEP_NAMES = (
@@ -107,6 +108,11 @@ class Run:
     async def serve(self, *, may_crash: bool) -> None:
         world, rnd = self.world, self.random
         world.crash_at = world.writes + rnd.randrange(20, 120) if may_crash else None
+        with contextlib.suppress(Crashed):  # before it was ready, with nothing asked of it yet
+            await self.ask()
+
+    async def ask(self) -> None:
+        world, rnd = self.world, self.random
         async with world.server():
             for _ in range(rnd.randrange(4, 12)):
                 self.disturb()
