@@ -129,6 +129,8 @@ _PROVIDER_FAULTS: Final = frozenset(
         StreamErrorCode.TIMEOUT.value,
         StreamErrorCode.NO_OUTPUT.value,
         StreamErrorCode.INTERNAL.value,
+        # Another Edge with nobody behind it: fast to fail, and others may be better (EN-116, SF-24).
+        "no_capacity",
     }
 )
 

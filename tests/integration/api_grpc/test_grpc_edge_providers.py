@@ -110,6 +110,43 @@ async def test_a_run_answers_a_generation(kind: str) -> None:
         assert record.outcome is Outcome.COMPLETE
 
 
+@pytest.mark.clause("EN-65", "EN-66", "SF-24")
+@pytest.mark.parametrize("is_fallback", [True, False])
+async def test_a_runs_tool_calls_are_told_with_its_finish(is_fallback: bool) -> None:
+    call_told = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    marks = (
+        {"openai_text_tool_fallback": "true"}
+        if is_fallback
+        else {"openai_tool_calls": json.dumps([call_told])}
+    )
+    async with site_of(pool("ollama")) as site:
+        prompt = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}
+        call = site.inference.Generate(chat(prompt, "openai_chat"), timeout=10)
+        stream = await site.stream()
+        assert json.loads(stream.request.input)["tools"] == prompt["tools"]
+        stream.emit(RunEvent(type=RunEventType.START))
+        stream.emit(RunEvent(type=RunEventType.COMPLETE, finish_reasons=("stop",), metadata=marks))
+        told = json.loads((await read_all(call))[-1].finished.message)
+        if is_fallback:
+            assert told == {"finish_reason": "stop", "text_tool_fallback": True}
+        else:
+            assert told == {"finish_reason": "tool_calls", "tool_calls": [call_told]}
+
+
+@pytest.mark.clause("SF-22", "SF-10")
+async def test_a_guide_is_a_response_format_to_ollama() -> None:
+    async with site_of(pool("ollama")) as site:
+        guided = generation_pb2.GuidedDecoding(json_schema='{"type": "object"}')
+        call = site.inference.Generate(request(guided=guided), timeout=10)
+        stream = await site.stream()
+        wanted = json.loads(stream.request.input)["response_format"]
+        assert wanted["json_schema"]["schema"] == {"type": "object"}
+        call.cancel()
+        bad = generation_pb2.GuidedDecoding(json_schema="{")
+        async with refused(grpc.StatusCode.INVALID_ARGUMENT):
+            await read_all(site.inference.Generate(request(guided=bad), timeout=10))
+
+
 @pytest.mark.clause("SF-20")
 async def test_a_run_that_fails_is_a_status_before_its_start_and_an_event_after() -> None:
     async with site_of(pool("ollama")) as site:
@@ -418,7 +455,18 @@ async def test_an_engines_error_keeps_its_code_and_words() -> None:
 
 
 @pytest.mark.clause("SF-20")
-@pytest.mark.parametrize("said", ["!!!\n", "AAAA\n", "x" * 100 + "\n"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "!!!\n",
+        "AAAA\n",
+        "x" * 100 + "\n",
+        line(token=generation_pb2.TokenOutput(output_index=7, text="x")).delta,
+        line(finished=generation_pb2.GenerationFinished(output_index=7, reason=1)).delta,  # type: ignore[arg-type]
+        line(finished=generation_pb2.GenerationFinished(output_index=0)).delta,
+        line(prefill_ready=generation_pb2.PrefillReady()).delta,
+    ],
+)
 async def test_what_is_no_message_of_an_engine_is_one_terminal_error(said: str) -> None:
     async with site_of(pool("openengine")) as site:
         call = site.inference.Generate(HELLO, timeout=10)

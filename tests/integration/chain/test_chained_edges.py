@@ -126,6 +126,31 @@ async def test_a_text_completion_goes_through_both(kind: str, tmp_path: Path) ->
         assert (sent["prompt"], sent["max_tokens"], sent["temperature"]) == ("hello", 7, 0.5)
 
 
+@pytest.mark.clause("SF-10")
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_other_dialects_go_through_both(kind: str, tmp_path: Path, is_stream: bool) -> None:
+    profile = {"operations": {"chat_completions": {"method": "POST", "path": "/v1/chat/completions"}}}
+    async with StubEngine(say("one ", "two ", "three")) as stub:
+        engine = {"type": "openai_compat", "endpoint": stub.endpoint, "profile": profile}
+        async with chained(tmp_path, kind, engine) as chain:
+            asked = {**HELLO, "max_tokens": 9, "stream": is_stream}
+            status, _, body = await chain.outer.answer(asked, path="/v1/messages")
+            assert status == 200
+            if is_stream:
+                assert b'"text_delta"' in body
+                assert b"message_stop" in body
+            else:
+                assert body["content"][0]["text"] == "one two three"
+            question = {"model": "fast", "input": "hello", "stream": is_stream}
+            status, _, body = await chain.outer.answer(question, path="/v1/responses")
+            assert status == 200
+            if is_stream:
+                assert b"response.completed" in body
+            else:
+                assert body["output"][-1]["content"][0]["text"] == "one two three"
+            await chain.settled()
+
+
 @pytest.mark.clause("EN-65")
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_tools_go_in_and_calls_come_out_through_both(

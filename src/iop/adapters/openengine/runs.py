@@ -209,6 +209,8 @@ class GenerateRun:
 
     def _take_finish(self, finished: pb.GenerationFinished) -> None:
         """Why an output ended; tool calls, where the engine tells of any, are restored at the end (EN-65, EN-66)."""
+        if finished.output_index >= self._outputs:
+            return  # not asked for: it finishes nothing
         words = read_finish_words(finished.message)
         self._finishes[finished.output_index] = words.reason or _FINISHES.get(finished.reason, "stop")
         if words.tool_calls and finished.output_index == 0:

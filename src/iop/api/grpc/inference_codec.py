@@ -70,6 +70,7 @@ def decode_generate(
             selection=response.prompt_candidates,
             field="response.prompt_candidates",
             start=response.prompt_logprob_start,
+            is_start_said=response.HasField("prompt_logprob_start"),
         ),
         output_logprobs=_wish_of(
             is_wanted=response.return_output_logprobs,
@@ -129,10 +130,17 @@ def _stopping_of(message: pb.StoppingOptions) -> Stopping:
 
 
 def _wish_of(
-    *, is_wanted: bool, selection: pb.CandidateTokenSelection, field: str, start: int = 0
+    *,
+    is_wanted: bool,
+    selection: pb.CandidateTokenSelection,
+    field: str,
+    start: int = 0,
+    is_start_said: bool = False,
 ) -> LogprobWish | None:
     chosen = selection.WhichOneof("selection")
     if not is_wanted:
+        if is_start_said:
+            raise _bad("response.prompt_logprob_start", "needs response.return_prompt_logprobs")
         if chosen is not None:
             raise _bad(field, "needs the log probabilities themselves to be asked for")
         return None

@@ -88,7 +88,12 @@ def admin_listener(
     async def audit_refusal(principal: Principal, method: str, error: IopError) -> None:
         await operations.audit(principal, audit_name(method), outcome=error.reason)
 
-    permissions = {**ADMIN_METHODS, **CONTROL_METHODS, **ARTIFACT_METHODS, REFLECTION_METHOD: Permission.PROFILE}
+    permissions = {
+        **ADMIN_METHODS,
+        **CONTROL_METHODS,
+        **ARTIFACT_METHODS,
+        REFLECTION_METHOD: Permission.PROFILE,
+    }
     return GrpcListener(
         services,
         interceptors=(

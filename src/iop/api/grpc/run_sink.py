@@ -119,6 +119,8 @@ class EngineRunSink(RunSink):
 
     def _take_message(self, message: pb.GenerateResponse) -> None:
         told = decode_event(message)
+        if isinstance(told, ports.OutputTokens | ports.OutputFinished) and told.output_index >= self._outputs:
+            raise RemoteProtocolError("An output that nobody asked for.", reason="UNKNOWN_OUTPUT")
         match told:
             case ports.OutputTokens() | ports.PromptScored():
                 self._answer.push(told)
