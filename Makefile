@@ -22,6 +22,8 @@ EXAMPLES ?= 200
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?= frames packets edge node
 SIM := $(PYTEST) -p no:randomly -p no:cacheprovider --timeout 3600
+# Blocks of seeds go to two workers; one seed alone needs none.
+SIM_WORKERS ?= $(if $(SEED),,-n 2 --dist worksteal)
 
 RUNTIME := $(VENV)/.iop-runtime
 DEV := $(VENV)/.iop-dev
@@ -105,11 +107,11 @@ docs: $(DEV)  ## build the documentation site into site/
 	$(BIN)/python -m mkdocs build --strict
 
 sim: $(DEV)  ## the simulations on virtual time (SEEDS=10000 of the Edge, SEED=n replays one)
-	IOP_SIM_SEEDS=$(SEEDS) IOP_SIM_SEED=$(SEED) $(SIM) tests/sim/edge --deselect tests/sim/edge/test_edge_planted.py $(ARGS)
-	IOP_SIM_SEEDS=$(if $(SEED),$(SEED):1,0:$(ADMIN_SEEDS)) $(SIM) tests/sim/admin $(ARGS)
+	IOP_SIM_SEEDS=$(SEEDS) IOP_SIM_SEED=$(SEED) $(SIM) $(SIM_WORKERS) tests/sim/edge --deselect tests/sim/edge/test_edge_planted.py $(ARGS)
+	IOP_SIM_SEEDS=$(if $(SEED),$(SEED):1,0:$(ADMIN_SEEDS)) $(SIM) $(SIM_WORKERS) tests/sim/admin $(ARGS)
 
 sim-planted: $(DEV)  ## prove that the simulation's checks bite: every planted bug is caught
-	IOP_SIM_PLANTED=1 $(SIM) tests/sim/*/test_*planted*.py $(ARGS)
+	IOP_SIM_PLANTED=1 $(SIM) $(SIM_WORKERS) tests/sim/*/test_*planted*.py $(ARGS)
 
 sim-admin: $(DEV)  ## 10,000 seeds of the operation core's simulation (SEEDS=n of them, SEED=n replays one)
 	IOP_SIM_PROGRESS=500 IOP_SIM_SEEDS=$(if $(SEED),$(SEED):1,0:$(SEEDS)) $(SIM) --timeout 0 -s tests/sim/admin/test_sim_admin_random.py $(ARGS)

@@ -30,7 +30,9 @@ _log = logging.getLogger(__name__)
 SILENCE_MAX_S: Final = 60.0
 """An engine that sends nothing of a file for so long is given up."""
 
-NOT_OFFERED: Final = "the engine's admin server hands out no files (it lacks iop.Artifacts); fetch them where it runs"
+NOT_OFFERED: Final = (
+    "the engine's admin server hands out no files (it lacks iop.Artifacts); fetch them where it runs"
+)
 
 
 class ArtifactFetch:
@@ -101,7 +103,9 @@ class ArtifactFetch:
         """The next piece, once there is credit for it; None at the end."""
         while self._stream.credit_bytes <= 0 and not self._is_cancelled:
             self._wake.clear()
-            await self._wake.wait()  # as long as the Edge's reader takes; it is bounded there, and a cancel ends it
+            await (
+                self._wake.wait()
+            )  # as long as the Edge's reader takes; it is bounded there, and a cancel ends it
         if self._is_cancelled:
             raise Unavailable("the request was cancelled", reason="CANCELLED")
         try:
@@ -126,7 +130,9 @@ class ArtifactFetch:
     def _fail(self, error: IopError) -> None:
         _log.info("artifact.not_fetched reason=%s", error.message)
         if self._is_cancelled:
-            self._stream.fail(StreamError(code=StreamErrorCode.CANCELLED, message="the request was cancelled"))
+            self._stream.fail(
+                StreamError(code=StreamErrorCode.CANCELLED, message="the request was cancelled")
+            )
         elif self._has_started:
             self._stream.fail(StreamError(code=StreamErrorCode.UPSTREAM_TRUNCATED, message=error.message))
         elif isinstance(error, Unsupported):
