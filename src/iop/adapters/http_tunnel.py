@@ -88,6 +88,7 @@ class HttpTunnel:
     def on_start(self, status: int, headers: list[tuple[bytes, bytes]], framing: BodyFraming) -> None:
         """RESPONSE_START: the engine's own head."""
         self._on_outcome(None)
+        self._forget_body()
         self._stream.start(status=status, headers=headers, framing=framing)
 
     def on_body(self, data: bytes) -> bool:
@@ -109,7 +110,16 @@ class HttpTunnel:
     def on_closed(self) -> None:
         """The engine's connection is free or gone."""
         self._exchange = None
+        self._forget_body()
         self._on_done()
+
+    def _forget_body(self) -> None:
+        """Empty the request's body in place: the engine has it, and the objects of a stream lie in reference
+        cycles, so that a large one would stay until these are collected.
+        """
+        body = self._stream.body
+        if isinstance(body, list):
+            body.clear()
 
     def cancel(self) -> None:
         """Close the engine's connection; the stream ends as cancelled. Idempotent."""

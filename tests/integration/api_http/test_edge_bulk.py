@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -17,11 +18,13 @@ from http_fleet import HttpFleet, fleet_of, post
 from iop.api.http import bulk
 from iop.api.http.bulk import SLICE_BYTES, STEP_BYTES, BulkReader
 from iop.api.http.limits import MADE_BYTES_FREE, HttpLimits
+from iop.api.http.long_strings import LongStrings
 from iop.api.http.protocol import HttpConnection
 from iop.core.limits import KIB, MIB
 from iop.edge.calls import Outcome
 from iop.testing.http_site import eventually
 from iop.testing.stub_engine import StubCall, whole_answer
+from iop.wire.stream_node import NodeStream
 
 CHAT_ONLY = frozenset({"chat_completions"})
 CHAT_ANSWER = json.dumps(
@@ -311,6 +314,36 @@ async def test_a_caller_who_leaves_while_its_large_body_is_read_leaves_nothing_b
         assert (await fleet.post(chat(MIB), b"x-request-id: next"))[0] == 200
         await fleet.settled()
         assert fleet.outcome("next") is Outcome.COMPLETE
+
+
+@pytest.mark.clause("EN-102", "SF-12")
+async def test_no_part_of_a_body_is_held_once_its_answer_begins() -> None:
+    may_end = asyncio.Event()
+
+    async def script(call: StubCall) -> None:
+        await call.start_events()
+        await call.chunk(b"data: {}\n\n")
+        await may_end.wait()
+        await call.end_chunks()
+
+    async with fleet_of() as fleet:
+        fleet.stub.script = script
+        gc.collect()
+        gc.disable()  # what is let go of must not wait for the collector
+        try:
+            caller = await fleet.call()
+            await caller.send(post(chat(MIB, stream=True)))
+            await caller.read_until(b"data: {}\n\n")
+            streams = [value for value in gc.get_objects() if isinstance(value, NodeStream)]
+            requests = [value for value in gc.get_objects() if isinstance(value, LongStrings | BulkReader)]
+        finally:
+            gc.enable()
+        assert [stream.body for stream in streams] == [[]]
+        assert not requests
+        assert fleet.surface.buffered_bytes == 0
+        may_end.set()
+        await caller.read_until(b"0\r\n\r\n")
+        await fleet.settled()
 
 
 # ---- compressed bodies ----
