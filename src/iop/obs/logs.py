@@ -32,8 +32,13 @@ FRAMES_MAX: Final = 50
 CAUSES_MAX: Final = 20
 """Errors of one chain or group that are logged; more say nothing new."""
 
-_OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"asctime", "message", "taskName"}
-"""What every record has; all else came in ``extra``."""
+_OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {
+    "asctime",
+    "message",
+    "taskName",
+    "color_message",
+}
+"""What every record has, and what uvicorn adds for its own terminal; all else came in ``extra``."""
 
 _NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
