@@ -26,6 +26,7 @@ from iop.app.edge_reload import ConfigKeeper
 from iop.app.edge_snapshot import snapshot_of
 from iop.app.listening import running_core
 from iop.app.translate import api_keys, http_keys, http_limits
+from iop.config import EdgeConfig
 from iop.core.ids import NodeId, OperationId, RunId
 from iop.edge.edge import Edge
 from iop.net.admin_steps import AdminStepCodec
@@ -36,7 +37,6 @@ from iop.node.supervisor import ReconnectPolicy
 from iop.pb.openengine.v1 import openengine_pb2_grpc
 from iop.testing.http_site import RawCaller, SystemClock, eventually
 from iop.testing.memory_journal import MemoryJournal, MemoryStore
-from iop.testing.process_fleet import free_ports
 
 TARGET = "org/Real-8B"
 """What the last engine calls its model."""
@@ -126,14 +126,8 @@ async def place(
     instance = secrets.token_hex(8)
     ids = iter(range(1, 1_000_000))
     async with AsyncExitStack() as stack:
-        if callable(config):
-            ports = free_ports(2)
-            config = config(*ports)
-        else:
-            ports = [0, 0]
-        file = directory / "edge.yaml"
-        file.write_text(yaml.safe_dump(dict(config)))
-        settings = ConfigKeeper(file, flags={}).loaded.config
+        # A circle's own ports are known when it listens; until then the file names one where nobody does.
+        settings = _load(directory, config(1, 1) if callable(config) else config)
         edge = Edge(
             snapshot_of(settings, revision=1, now_unix_s=0),
             clock=clock,
@@ -163,7 +157,7 @@ async def place(
             make_id=lambda: f"req-{instance[:4]}-{next(ids)}",
         )
         server = await stack.enter_async_context(HttpServer(surface, limits=limits, clock=clock))
-        _, port = await server.listen("127.0.0.1", ports[0])
+        _, port = await server.listen("127.0.0.1", 0)
         port_of_pools = EdgePort(
             edge.dispatcher,
             find_snapshot=lambda: edge.snapshot,
@@ -175,10 +169,13 @@ async def place(
             port_of_pools,
             port_of_pools,
             api_keys(settings.api_keys),
-            ListenerSettings(address=f"127.0.0.1:{ports[1]}", stop_grace_s=0.1),
+            ListenerSettings(address="127.0.0.1:0", stop_grace_s=0.1),
             admit=keys.admit,
         )
         await stack.enter_async_context(listener.serving())
+        if callable(config):
+            settings = _load(directory, config(port, int(listener.address.rpartition(":")[2])))
+            edge.apply_snapshot(snapshot_of(settings, revision=2, now_unix_s=0))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(listener.address))
         nodes = [_node(entry.id, wire.port, clock) for entry in settings.nodes]
         made = Place(
@@ -201,6 +198,12 @@ async def place(
             for node in nodes:
                 node.stop()
                 node.stop()
+
+
+def _load(directory: Path, config: Mapping[str, Any]) -> EdgeConfig:
+    file = directory / "edge.yaml"
+    file.write_text(yaml.safe_dump(dict(config)))
+    return ConfigKeeper(file, flags={}).loaded.config
 
 
 def _node(node_id: str, port: int, clock: SystemClock) -> Node:

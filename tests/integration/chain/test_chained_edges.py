@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chain_site import KINDS, TARGET, Chain, chained, edge_yaml, place
+from chain_site import TARGET, Chain, chained, edge_yaml, place
 
 from iop.edge.calls import Outcome
 from iop.testing.http_site import RawCaller, eventually
@@ -24,11 +24,6 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ty
 CALL = {"id": "c-1", "type": "function", "function": {"name": "weather", "arguments": '{"in": "Bonn"}'}}
 SOON_S = 1.0
 """Within which a caller that left has cancelled the last engine's work (SF-07)."""
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @asynccontextmanager
@@ -56,7 +51,9 @@ def say(*texts: str, finish: str = "stop", calls: list[dict[str, Any]] | None = 
             await call.write(whole_answer(json.dumps({**answer, "choices": [choice]}).encode()))
             return
         await call.start_events()
-        events = [
+        head = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": body["model"]}
+        events: list[dict[str, Any]] = [{"index": 0, "delta": {"role": "assistant"}}] if is_chat else []
+        events += [
             {"index": 0, "delta": {"content": text}} if is_chat else {"index": 0, "text": text}
             for text in texts
         ]
@@ -64,11 +61,9 @@ def say(*texts: str, finish: str = "stop", calls: list[dict[str, Any]] | None = 
             events.append({"index": 0, "delta": {"tool_calls": [{"index": number, **one}]}})
         events.append({"index": 0, "finish_reason": finish, **({"delta": {}} if is_chat else {"text": ""})})
         for event in events:
-            await call.chunk(b"data: " + json.dumps({"id": "c", "choices": [event]}).encode() + b"\n\n")
+            await call.chunk(b"data: " + json.dumps({**head, "choices": [event]}).encode() + b"\n\n")
         usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
-        await call.chunk(
-            b"data: " + json.dumps({"id": "c", "choices": [], "usage": usage}).encode() + b"\n\n"
-        )
+        await call.chunk(b"data: " + json.dumps({**head, "choices": [], "usage": usage}).encode() + b"\n\n")
         await call.chunk(b"data: [DONE]\n\n")
         await call.end_chunks()
 
