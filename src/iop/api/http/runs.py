@@ -8,6 +8,7 @@ calls only where the adapter marked the run as one whose tools were explained in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -29,6 +30,9 @@ _TOOL_CALLS: Final = "openai_tool_calls"
 
 _JSON: Final = (b"content-type", b"application/json")
 _SSE: Final = (b"content-type", b"text/event-stream; charset=utf-8")
+
+_FIELD: Final = re.compile(r"([a-z_]+(?:\.[a-z_]+|\[\d+\])*): ")
+"""How an adapter begins what it says of one field."""
 
 MESSAGE_CHARS_MAX: Final = 300
 """Longest part of an adapter's own words that a caller reads."""
@@ -277,7 +281,12 @@ class RunRelay:
         known = error_of_stream(error)
         if isinstance(known, InvalidRequest) and error.message:
             # What a request must change only the adapter can say.
-            known = InvalidRequest(error.message[:MESSAGE_CHARS_MAX], reason=known.reason)
+            field = _FIELD.match(error.message)
+            known = InvalidRequest(
+                error.message[:MESSAGE_CHARS_MAX],
+                reason=known.reason,
+                details={} if field is None else {"field": field[1]},
+            )
         if self._exchange.is_started:
             self._exchange.write(error_event(known, self._dialect))
             self._exchange.end()

@@ -47,9 +47,12 @@ class Chat:
 
     errors = openai
 
-    def clients(self, url: str) -> tuple[openai.OpenAI, openai.AsyncOpenAI]:
-        options: dict[str, Any] = {"base_url": url, "api_key": "k", "max_retries": 0}
+    def clients(self, url: str, **more: Any) -> tuple[openai.OpenAI, openai.AsyncOpenAI]:
+        options: dict[str, Any] = {"base_url": url, "api_key": "k", "max_retries": 0, **more}
         return openai.OpenAI(**options), openai.AsyncOpenAI(**options)
+
+    def client(self, url: str, *, is_sync: bool) -> Any:
+        return (openai.OpenAI if is_sync else openai.AsyncOpenAI)(base_url=url, api_key="k", max_retries=0)
 
     def call(self, client: Any) -> Any:
         return client.chat.completions.create
@@ -120,6 +123,7 @@ class Responses:
 
     errors = openai
     clients = Chat.clients
+    client = Chat.client
 
     def call(self, client: Any) -> Any:
         return client.responses.create
@@ -159,7 +163,7 @@ class Responses:
             if item.type == "function_call":
                 said.calls.append((item.name, json.loads(item.arguments)))
             elif item.type == "reasoning":
-                said.reasoning += "".join(part.text for part in item.content)
+                said.reasoning += "".join(part.text for part in item.content or item.summary)
         said.stop = "tool_calls" if said.calls else "stop"
         if answer.status == "incomplete":
             assert answer.incomplete_details.reason == "max_output_tokens"
@@ -180,13 +184,18 @@ class Messages:
 
     errors = anthropic
 
-    def clients(self, url: str) -> tuple[anthropic.Anthropic, anthropic.AsyncAnthropic]:
+    def clients(self, url: str, **more: Any) -> tuple[anthropic.Anthropic, anthropic.AsyncAnthropic]:
         options: dict[str, Any] = {
             "base_url": url.removesuffix("/v1"),
             "api_key": "k",
             "max_retries": 0,
+            **more,
         }
         return anthropic.Anthropic(**options), anthropic.AsyncAnthropic(**options)
+
+    def client(self, url: str, *, is_sync: bool) -> Any:
+        kind = anthropic.Anthropic if is_sync else anthropic.AsyncAnthropic
+        return kind(base_url=url.removesuffix("/v1"), api_key="k", max_retries=0)
 
     def call(self, client: Any) -> Any:
         return client.messages.create
@@ -218,7 +227,12 @@ class Messages:
     def stream_params(self) -> dict[str, Any]:
         return {"stream": True}
 
-    STOPS: ClassVar = {"end_turn": "stop", "tool_use": "tool_calls", "max_tokens": "length"}
+    STOPS: ClassVar = {
+        "end_turn": "stop",
+        "stop_sequence": "stop",
+        "tool_use": "tool_calls",
+        "max_tokens": "length",
+    }
 
     def whole(self, answer: Any) -> Said:
         said = Said(model=answer.model, stop=self.STOPS[answer.stop_reason])

@@ -13,7 +13,14 @@ Answer = tuple[str, list[str], list[dict[str, Any]], str]
 """Reasoning, texts, arguments of calls, finish reason."""
 
 
-def understand(messages: list[dict[str, Any]], *, has_tools: bool, images: int, limit: int | None) -> Answer:
+def understand(
+    messages: list[dict[str, Any]],
+    *,
+    has_tools: bool,
+    images: int,
+    limit: int | None,
+    stops: list[str] | None = None,
+) -> Answer:
     last = messages[-1]
     if last["role"] == "tool":
         results = [message["content"] for message in messages if message["role"] == "tool"]
@@ -27,6 +34,8 @@ def understand(messages: list[dict[str, Any]], *, has_tools: bool, images: int, 
         return "Hm, six by seven.", ["42"], [], "stop"
     if limit == 1:
         return "", ["Hé"], [], "length"
+    for stop in stops or ():
+        return "", ["Héllo 🚀".partition(stop)[0]], [], "met"
     return "", ["Hé", "llo 🚀"], [], "stop"
 
 
@@ -37,7 +46,14 @@ def chat_understands(body: dict[str, Any]) -> Answer:
     for message in messages:
         if isinstance(message["content"], list):
             images += sum(part["type"] == "image_url" for part in message["content"])
-    return understand(messages, has_tools="tools" in body, images=images, limit=body.get("max_tokens"))
+    stops = body.get("stop")
+    return understand(
+        messages,
+        has_tools="tools" in body,
+        images=images,
+        limit=body.get("max_tokens"),
+        stops=[stops] if isinstance(stops, str) else stops,
+    )
 
 
 async def chat_backend(call: StubCall) -> None:
@@ -46,6 +62,10 @@ async def chat_backend(call: StubCall) -> None:
         await call.write(whole_answer(b"no such page", status=b"404 Not Found", kind=b"text/plain"))
         return
     reasoning, texts, calls, finish = chat_understands(call.json)
+    finish = "stop" if finish == "met" else finish
+    count = call.json.get("n") or 1
+    probable = {"token": "x", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+    logprobs = {"content": [probable], "refusal": None} if call.json.get("logprobs") else None
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     made = [
         {"id": f"call_{n}", "type": "function", "function": {"name": "weather", "arguments": json.dumps(a)}}
@@ -57,8 +77,11 @@ async def chat_backend(call: StubCall) -> None:
             message["reasoning_content"] = reasoning
         if made:
             message["tool_calls"] = made
-        choice = {"index": 0, "message": message, "finish_reason": finish}
-        answer = {"id": "x", "object": "chat.completion", "model": "real", "choices": [choice]}
+        choices = [
+            {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+            for index in range(count)
+        ]
+        answer = {"id": "x", "object": "chat.completion", "model": "real", "choices": choices}
         await call.write(whole_answer(json.dumps(answer | {"created": 1, "usage": usage}).encode()))
         return
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -75,8 +98,11 @@ async def chat_backend(call: StubCall) -> None:
             {"tool_calls": [{"index": index, "function": {"arguments": letter}}]} for letter in arguments
         ]
     frame = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "real"}
-    events = [frame | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-    events.append(frame | {"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    events = []
+    for index in range(count):
+        choice = {"index": index, "logprobs": logprobs, "finish_reason": None}
+        events += [frame | {"choices": [choice | {"delta": delta}]} for delta in deltas]
+        events.append(frame | {"choices": [choice | {"delta": {}, "finish_reason": finish}]})
     if (call.json.get("stream_options") or {}).get("include_usage"):
         events.append(frame | {"choices": [], "usage": usage})
     await call.start_events()
@@ -104,6 +130,7 @@ async def messages_backend(call: StubCall) -> None:
         has_tools="tools" in body,
         images=sum(block["type"] == "image" for block in blocks),
         limit=body["max_tokens"],
+        stops=body.get("stop_sequences"),
     )
     content: list[dict[str, Any]] = []
     if reasoning:
@@ -113,10 +140,13 @@ async def messages_backend(call: StubCall) -> None:
         {"type": "tool_use", "id": f"call_{n}", "name": "weather", "input": given}
         for n, given in enumerate(calls, 1)
     ]
-    stop = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}[finish]
+    stop = {"stop": "end_turn", "met": "stop_sequence", "tool_calls": "tool_use", "length": "max_tokens"}[
+        finish
+    ]
+    met = body["stop_sequences"][0] if finish == "met" else None
     head = {"id": "m", "type": "message", "role": "assistant", "model": "real"}
     if not body.get("stream"):
-        answer = head | {"content": content, "stop_reason": stop, "stop_sequence": None}
+        answer = head | {"content": content, "stop_reason": stop, "stop_sequence": met}
         usage = {"input_tokens": 3, "output_tokens": 2}
         await call.write(whole_answer(json.dumps(answer | {"usage": usage}).encode()))
         return
@@ -138,12 +168,113 @@ async def messages_backend(call: StubCall) -> None:
             {"type": "content_block_stop", "index": index},
         ]
     events += [
-        {"type": "message_delta", "delta": {"stop_reason": stop}, "usage": {"output_tokens": 2}},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": stop, "stop_sequence": met},
+            "usage": {"output_tokens": 2},
+        },
         {"type": "message_stop"},
     ]
     await call.start_events()
     for event in events:
         data = json.dumps(event, ensure_ascii=False).encode()
+        await call.chunk(b"event: " + event["type"].encode() + b"\ndata: " + data + b"\n\n")
+    await call.end_chunks()
+
+
+async def responses_backend(call: StubCall) -> None:
+    """Speaks responses alone. Its reasoning comes as a summary, and a call's arguments in one piece."""
+    if call.path != b"/v1/responses":
+        await call.write(whole_answer(b"no such page", status=b"404 Not Found", kind=b"text/plain"))
+        return
+    body = call.json
+    items = body["input"]
+    assert body.get("instructions", items[0].get("content")) == "Be brief."
+    told = []
+    images = 0
+    for item in items:
+        if item.get("type") == "function_call_output":
+            told.append({"role": "tool", "content": _text(item["output"])})
+        elif item.get("role") == "user":
+            content = item["content"]
+            told.append({"role": "user", "content": _text(content)})
+            images += sum(part["type"] == "input_image" for part in content if isinstance(part, dict))
+    reasoning, texts, calls, finish = understand(
+        told, has_tools="tools" in body, images=images, limit=body.get("max_output_tokens")
+    )
+    output: list[dict[str, Any]] = []
+    if reasoning:
+        summary = [{"type": "summary_text", "text": reasoning}]
+        output.append({"type": "reasoning", "id": "rs", "summary": summary, "content": []})
+    text = {"type": "output_text", "text": "".join(texts), "annotations": []}
+    output.append(
+        {"type": "message", "id": "o", "role": "assistant", "status": "completed", "content": [text]}
+    )
+    output += [
+        {
+            "type": "function_call",
+            "id": f"fc_{n}",
+            "call_id": f"call_{n}",
+            "name": "weather",
+            "arguments": json.dumps(given),
+            "status": "completed",
+        }
+        for n, given in enumerate(calls, 1)
+    ]
+    is_short = finish == "length"
+    response = {
+        "id": "r",
+        "object": "response",
+        "created_at": 1,
+        "model": "real",
+        "status": "incomplete" if is_short else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_short else None,
+        "error": None,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": 3,
+            "output_tokens": 2,
+            "total_tokens": 5,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+    if not body.get("stream"):
+        await call.write(whole_answer(json.dumps(response).encode()))
+        return
+    begun = response | {"status": "in_progress", "output": [], "usage": None}
+    events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
+    for index, item in enumerate(output):
+        place = {"output_index": index, "item_id": item["id"]}
+        empty = {
+            "reasoning": {"summary": []},
+            "message": {"content": []},
+            "function_call": {"arguments": ""},
+        }
+        added = item | empty[item["type"]]
+        events.append({"type": "response.output_item.added", "output_index": index, "item": added})
+        if item["type"] == "reasoning":
+            delta = {"type": "response.reasoning_summary_text.delta", "summary_index": 0, "delta": reasoning}
+            events.append(place | delta)
+        elif item["type"] == "message":
+            part = {"content_index": 0, **place}
+            events.append({"type": "response.content_part.added", **part, "part": text | {"text": ""}})
+            events += [
+                {"type": "response.output_text.delta", **part, "delta": piece, "logprobs": []}
+                for piece in texts
+            ]
+            events.append({"type": "response.output_text.done", **part, "text": text["text"], "logprobs": []})
+        else:
+            done = {"type": "response.function_call_arguments.done", "arguments": item["arguments"]}
+            events.append(place | done | {"name": item["name"]})
+        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+    events.append({"type": f"response.{response['status']}", "response": response})
+    await call.start_events()
+    for number, event in enumerate(events):
+        data = json.dumps(event | {"sequence_number": number}, ensure_ascii=False).encode()
         await call.chunk(b"event: " + event["type"].encode() + b"\ndata: " + data + b"\n\n")
     await call.end_chunks()
 
@@ -158,6 +289,7 @@ async def ollama_backend(call: StubCall) -> None:
         has_tools=bool(body.get("tools")),
         images=sum(len(message.get("images") or ()) for message in messages),
         limit=(body.get("options") or {}).get("num_predict"),
+        stops=(body.get("options") or {}).get("stop"),
     )
     lines: list[dict[str, Any]] = []
     if reasoning:
@@ -177,11 +309,12 @@ async def ollama_backend(call: StubCall) -> None:
 
 
 def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 BACKENDS: dict[str, Callable[[StubCall], Awaitable[None]]] = {
     "chat": chat_backend,
     "messages": messages_backend,
+    "responses": responses_backend,
     "run": ollama_backend,
 }

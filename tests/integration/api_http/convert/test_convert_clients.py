@@ -20,13 +20,21 @@ ROUTES = [
     ("responses", "chat"),
     ("chat", "messages"),
     ("responses", "messages"),
+    ("chat", "responses"),
+    ("messages", "responses"),
+    ("responses", "responses"),
     ("chat", "run"),
     ("messages", "run"),
     ("responses", "run"),
     ("chat", "chat"),
     ("messages", "messages"),
 ]
-OPERATIONS = {"chat": frozenset({"chat_completions"}), "messages": frozenset({"messages"}), "run": None}
+OPERATIONS = {
+    "chat": frozenset({"chat_completions"}),
+    "messages": frozenset({"messages"}),
+    "responses": frozenset({"responses"}),
+    "run": None,
+}
 
 
 @asynccontextmanager
