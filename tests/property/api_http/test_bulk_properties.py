@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from iop.api.http import bulk, long_strings
@@ -108,6 +108,10 @@ def told(fields: RequestFields) -> tuple[Any, ...]:
 @pytest.mark.clause("EN-111")
 @settings(deadline=None, max_examples=80)
 @given(drawn=BODIES, cuts=st.lists(st.integers(min_value=0, max_value=5000), max_size=30))
+@example(
+    drawn=({"input": {"a": {"b": None, "c": [-(10**18), -100], "": None}}}, True, None, (",", ":"), 0),
+    cuts=[],
+)
 def test_any_split_of_a_large_body_is_the_request_that_a_whole_read_finds(
     drawn: tuple[Any, ...], cuts: list[int]
 ) -> None:

@@ -8,7 +8,6 @@ before and after it, so that all slices are valid exactly where the whole is.
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +50,9 @@ GAP_BYTES_MAX: Final = 512 * KIB
 CONVERTED_BYTES_MAX: Final = 4 * MIB
 """Most of shortened text that is kept for conversion to another dialect, which is one piece of work."""
 
+SHALLOW_LEVELS: Final = 8
+"""Levels that are taken out of a slice at once."""
+
 KEPT_BYTES_MAX: Final = 64 * KIB
 """Longest top-level value, long strings aside, that is kept for whoever asks for it."""
 
@@ -58,7 +60,6 @@ NAMES_MAX: Final = 10_000
 """Most top-level members; each is remembered until the end, to find one that comes again."""
 
 _CLOSERS: Final = bytes.maketrans(b"[{", b"]}")
-_LEFT: Final = re.compile(rb"[\]}]*([\[{]*)")
 _GONE: Final = msgspec.Raw(b"null")
 
 
@@ -216,7 +217,7 @@ class BulkReader:
         if not is_last and text.rstrip(b" \t\r\n")[-1:] in b",[{:":
             raise _stray_comma()
         before = self._stack
-        after = self._stack_after(text)
+        after, is_doubtful = self._stack_after(text)
         if bool(after) is is_last:
             raise InvalidRequest(
                 f"The body is not valid JSON: it {'has no' if is_last else 'goes on after its'} end.",
@@ -227,7 +228,7 @@ class BulkReader:
         document = b"%b%b%b" % (opener, text, closer) if opener or closer else text
         self.worked_bytes = max(self.worked_bytes, len(document) + STEP_BYTES)
         raw = decode_object(document, self._depth_max)
-        if exceeds_depth(document, self._depth_max):
+        if is_doubtful and exceeds_depth(document, self._depth_max):
             raise too_deep(self._depth_max)
         self._merge(document, raw, opener=opener, closer=closer, depth=len(before), is_last=is_last)
         values = self._count(raw, depth=len(before))
@@ -240,30 +241,41 @@ class BulkReader:
                 self._kept = []
         self._done_bytes += len(text) + 1  # the comma after it
 
-    def _stack_after(self, text: bytes) -> bytes:
-        """The brackets that are open after ``text``; nonsense where it is no valid JSON."""
+    def _stack_after(self, text: bytes) -> tuple[bytes, bool]:
+        """The brackets that are open after ``text``, and whether it may nest too deeply.
+
+        Nonsense where ``text`` is no valid JSON, which the decoder finds.
+        """
         brackets = brackets_of(text)
         self._brackets += len(brackets)
         if self._brackets > 2 * BRACKETS_MAX:
             raise too_deep(self._depth_max)
-        for _ in range(self._depth_max + 1):
+        # Each pass takes a level away; what is deeper than usual is cheaper to go through one by one.
+        for _ in range(SHALLOW_LEVELS):
             fewer = brackets.replace(b"{}", b"").replace(b"[]", b"")
             if len(fewer) == len(brackets):
                 break
             brackets = fewer
-        else:
-            raise too_deep(self._depth_max)
-        found = _LEFT.fullmatch(brackets)
-        opened = b"" if found is None else found[1]
-        closed = len(brackets) - len(opened)
-        if found is None or closed > len(self._stack):
+        depth = len(self._stack)
+        deepest = 0
+        opened = bytearray()
+        closed = 0
+        for bracket in brackets:
+            if bracket in b"[{":
+                opened.append(bracket)
+                deepest = max(deepest, len(opened))
+            elif opened:
+                opened.pop()
+            else:
+                closed += 1
+        if closed > depth:
             raise InvalidRequest(
                 "The body is not valid JSON: its brackets do not match.", reason="INVALID_JSON"
             )
-        stack = self._stack[: len(self._stack) - closed] + opened
+        stack = self._stack[: depth - closed] + bytes(opened)
         if len(stack) > self._depth_max:
             raise too_deep(self._depth_max)
-        return stack
+        return stack, depth + deepest + SHALLOW_LEVELS > self._depth_max
 
     def _opener(self) -> bytes:
         parts = []
@@ -357,7 +369,8 @@ class BulkReader:
             key = b""
             if bracket == 0x7B:
                 last = next(reversed(value), "") if isinstance(value, dict) else ""
-                key = b'"url"' if last in BINARY_KEYS else b'""'
+                # A member that follows must not come under the same key, or it would take the place of this one.
+                key = b'"url"' if last in BINARY_KEYS else b'"%b"' % self._mark.encode("ascii")
                 value = value.get(last) if isinstance(value, dict) else None
             else:
                 value = value[-1] if isinstance(value, list) and value else None
