@@ -53,7 +53,7 @@ test: $(DEV)  ## all tests but the long ones (ARGS="-k name")
 test-slow: $(DEV)  ## the tests that take minutes
 	$(PYTEST) -m soak --timeout 900 $(ARGS)
 
-engines-test: $(DEV)  ## real engines, installed beside the tree (SKIP="vllm llamacpp", CACHE=DIR, ARGS="-k name")
+engines-test: $(DEV)  ## real engines, installed beside the tree (SKIP="vllm llamacpp llama-server gemma", CACHE=DIR, ARGS="-k name")
 	$(BIN)/python tools/engines_test.py $(addprefix --skip ,$(SKIP)) $(if $(CACHE),--cache $(CACHE)) -- $(ARGS)
 
 lint: $(DEV)  ## style, banned calls, and who may import whom

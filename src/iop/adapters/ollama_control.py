@@ -38,9 +38,11 @@ from iop.admin.enums import (
     CacheKind,
     CacheOutcome,
     ResourceKind,
+    WeightFormat,
     WeightRetention,
 )
 from iop.admin.profile import Capabilities
+from iop.admin.requests import DiskSource
 from iop.admin.results import CacheResult, ResourceAmount
 from iop.admin.steps import FlushStep, ParticipantReadBack, ReleaseStep, RestoreStep, StepCall, StepResult
 from iop.core.errors import PreconditionFailed, Unavailable
@@ -130,6 +132,7 @@ class OllamaControl(NativeControl):
         self._running: dict[str, _Running] = {}
         self._installed: tuple[str, ...] = ()
         self._released: dict[str, str] = {}
+        self._label = ""
 
     # ---- looking ----
 
@@ -149,18 +152,28 @@ class OllamaControl(NativeControl):
         else:
             self._running = {each.name: each for each in running.read(_Ps).models if each.name in mine}
         self._installed = mine
+        self._label = _label_of([listed[name] for name in mine])
         return Observed(
             engine_version=version.read(_Version).version,
             capabilities=_capabilities(can_unload=not missing),
             models=mine,
             missing=dict.fromkeys(_LIFECYCLE, missing) if missing else {},
+            startup_source=None
+            if missing
+            else DiskSource(path=self._label, format=WeightFormat.ENGINE_NATIVE),
         )
+
+    def weight_version(self) -> str:
+        """What the tags of its models name now: content, not a label."""
+        return self._label
 
     async def _read(self) -> ParticipantReadBack:
         # Its own timer unloads models as well; only what we let go is released.
         is_out = bool(self._released) and not self._running
         return self._told(
-            paused=self._is_gated, released=frozenset({ResourceKind.WEIGHTS}) if is_out else frozenset()
+            paused=self._is_gated,
+            released=frozenset({ResourceKind.WEIGHTS}) if is_out else frozenset(),
+            weight_version=self._label or None,
         )
 
     # ---- steps ----
@@ -216,7 +229,7 @@ class OllamaControl(NativeControl):
             if digest:
                 await self._load_model(name, digest, timeout_s=call.timeout_s)
         self._released = {}
-        return succeeded()
+        return succeeded(weight_version=self._label)
 
     async def _unload(self, models: tuple[_Running, ...], *, timeout_s: float) -> None:
         for each in models:
@@ -277,6 +290,11 @@ class OllamaControl(NativeControl):
 def _full_name(target: str) -> str:
     """As the server lists it: a name without a tag means the latest."""
     return target if ":" in target.rpartition("/")[2] else f"{target}:latest"
+
+
+def _label_of(tags: list[_Tag]) -> str:
+    """Names and digests of what the tags name."""
+    return "+".join(f"{tag.name}@{tag.digest.removeprefix('sha256:')[:12]}" for tag in tags)[:200]
 
 
 def _is_elsewhere(tag: _Tag) -> bool:

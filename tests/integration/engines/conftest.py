@@ -6,19 +6,16 @@ import contextlib
 import importlib.util
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from engines_models import ANSWER, OTHER_ANSWER, Engine
+from engines_start import free_port, wait_for_http
 
 HERE = Path(__file__).parent
 
@@ -100,21 +97,6 @@ def llamacpp_sea(models: Path) -> Iterator[Engine]:
         yield engine
 
 
-def wait_for_http(url: str, process: subprocess.Popen[bytes], *, within_s: float) -> None:
-    """Until it answers 200."""
-    deadline = time.monotonic() + within_s
-    while True:
-        assert process.poll() is None, "the engine ended while it started"
-        try:
-            with urllib.request.urlopen(url, timeout=2) as answer:
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            pass
-        assert time.monotonic() < deadline, "the engine did not start in time"
-        time.sleep(0.2)
-
-
 @pytest.fixture(scope="session")
 def vllm(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """vLLM on CPU in development mode, from the virtual environment that `make engines-test` makes."""
@@ -171,9 +153,3 @@ def vllm_command(python: str, model: Path, port: int, profiles: Path) -> list[st
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *("--profiler-config", f'{{"profiler":"torch","torch_profiler_dir":"{profiles}"}}'),
     ]
-
-
-def free_port() -> int:
-    """One that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from engines_rig import ask, config_of, running
@@ -19,9 +20,10 @@ from iop.admin.enums import (
     CacheKind,
     PauseMode,
     ResourceKind,
+    WeightFormat,
     WeightRetention,
 )
-from iop.admin.requests import PauseSpec
+from iop.admin.requests import DiskSource, PauseSpec
 from iop.admin.steps import FlushStep, PauseStep, ReleaseStep, RestoreStep, Step, StepResult
 from iop.core.errors import PreconditionFailed, Unsupported
 from iop.testing.adapter_suite import assert_all_ok, step_call
@@ -62,7 +64,14 @@ class Router(ReplayEngine):
         return Answer.of(listing)
 
     def _slots(self, asked: Asked) -> Answer:
-        return ROUTER["slots via router"] if asked.query.get("model") else ROUTER["slots without model"]
+        name = asked.query.get("model")
+        if not name:
+            return ROUTER["slots without model"]
+        if self.status[name] != "loaded":
+            if asked.query.get("autoload") == "false":
+                return Answer.of({"error": {"code": 400, "message": "model is not loaded"}}, 400)
+            self.status[name] = "loaded"
+        return ROUTER["slots via router"]
 
     def _unload(self, asked: Asked) -> Answer:
         name = asked.body["model"]
@@ -112,6 +121,53 @@ async def test_unload_and_load_are_done_when_the_model_list_says_so() -> None:
         assert_all_ok(await do(adapter, RESTORE))
         assert engine.status["tiny-a"] == "loaded"
         assert await released(adapter) == frozenset()
+
+
+@pytest.mark.clause("AD-35", "AD-43")
+async def test_a_question_about_a_model_that_is_just_leaving_does_not_load_it_again() -> None:
+    engine = Router()
+    async with in_front_of(engine, "tiny-a") as adapter:
+        # It goes between the list and the question about its slots.
+        engine.coming = [("tiny-a", "unloaded")]
+        await adapter.probe()
+        assert engine.status["tiny-a"] == "unloaded"
+        assert adapter.snapshot().engine_in_flight == 0
+        assert await released(adapter) == frozenset()
+
+
+@pytest.mark.clause("AD-33", "AD-43")
+async def test_a_router_tells_what_it_loads_and_where_it_reads_it_again() -> None:
+    async with in_front_of(Router(), "tiny-a") as adapter:
+        (info,) = adapter.participants()
+        assert info.startup_source == DiskSource(path="models/gguf/tiny-a.gguf", format=WeightFormat.GGUF)
+        (back,) = await adapter.read_back([info.participant_id])
+        # The file is not on this machine, so nothing but its name is known of it.
+        assert back.weight_version == "tiny-a" == adapter.snapshot().weight_version
+
+
+@pytest.mark.clause("AD-33", "AD-37")
+async def test_a_file_that_was_replaced_is_another_version(tmp_path: Path) -> None:
+    engine = Router()
+    file = tmp_path / "tiny-a.gguf"
+    file.write_bytes(b"one")
+    listing = ROUTER["models, nothing loaded"]
+    moved = listing.body.replace(b"models/gguf/tiny-a.gguf", str(file).encode())
+    engine.routes["GET /v1/models"] = Answer(200, moved)
+    async with in_front_of(engine, "tiny-a") as adapter:
+        before = adapter.snapshot().weight_version
+        file.write_bytes(b"another")
+        await adapter.probe()
+        assert adapter.snapshot().weight_version not in {before, ""}
+
+
+@pytest.mark.clause("AD-44")
+async def test_of_more_models_than_it_keeps_only_what_was_loaded_comes_back() -> None:
+    engine = Router()
+    async with in_front_of(engine, "tiny-a", "tiny-b") as adapter:
+        await do(adapter, PAUSE)
+        await do(adapter, RELEASE)
+        assert_all_ok(await do(adapter, RESTORE))
+        assert engine.status == {"tiny-a": "loaded", "tiny-b": "unloaded"}
 
 
 @pytest.mark.clause("AD-43")

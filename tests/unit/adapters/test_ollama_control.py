@@ -26,7 +26,7 @@ from iop.admin.enums import (
     ResourceKind,
     WeightRetention,
 )
-from iop.admin.requests import PauseSpec
+from iop.admin.requests import DiskSource, PauseSpec
 from iop.admin.steps import FlushStep, PauseStep, ReleaseStep, RestoreStep, ResumeStep, Step, StepResult
 from iop.core.errors import PreconditionFailed, Unsupported
 from iop.core.ids import RunId
@@ -186,6 +186,21 @@ async def test_a_model_is_out_when_the_server_no_longer_lists_it_and_back_when_i
         assert_all_ok(await do(adapter, RESTORE))
         assert engine.told[1:] == [{"model": "m:latest", "stream": False, "keep_alive": "10m"}]
         assert await released(adapter) == frozenset()
+
+
+@pytest.mark.clause("AD-33", "AD-43")
+async def test_the_digest_is_the_version_and_where_it_can_be_loaded_from_again() -> None:
+    engine = Ollama()
+    async with in_front_of(engine) as adapter:
+        (info,) = adapter.participants()
+        (back,) = await adapter.read_back([info.participant_id])
+        assert back.weight_version == "m:latest@1"
+        assert isinstance(info.startup_source, DiskSource)
+        assert info.startup_source.path == "m:latest@1"
+        engine.digest = "sha256:2"
+        await adapter.probe()
+        (back,) = await adapter.read_back([info.participant_id])
+        assert back.weight_version == "m:latest@2"
 
 
 @pytest.mark.clause("AD-43")

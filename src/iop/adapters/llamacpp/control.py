@@ -2,13 +2,20 @@
 
 It has no pause of its own: the gate of the Node is the pause, and the slots tell whether work is left. It
 never tells a slot that is not there from one that is (`/slots/99` acts on a slot that exists), so only ids
-that `/slots` named are used. Loading and unloading answer before their effect: it is looked for.
+that `/slots` named are used. Loading and unloading answer before their effect: it is looked for. A router loads
+a model for whoever asks about it, a mere question too, so every question forbids that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, Final
 
 import msgspec
@@ -33,12 +40,14 @@ from iop.admin.enums import (
     CacheKind,
     CacheOutcome,
     ResourceKind,
+    WeightFormat,
     WeightRetention,
 )
 from iop.admin.profile import Capabilities
+from iop.admin.requests import DiskSource
 from iop.admin.results import CacheResult
 from iop.admin.steps import FlushStep, ParticipantReadBack, ReleaseStep, RestoreStep, StepCall, StepResult
-from iop.core.errors import PreconditionFailed, RemoteProtocolError, Unavailable
+from iop.core.errors import IopError, PreconditionFailed, RemoteProtocolError, Unavailable
 from iop.wire.messages import OpenAICompatSettings
 
 SLOTS_MAX: Final = 4096
@@ -54,6 +63,9 @@ NEEDS_NO_RAM_CACHE: Final = (
 CANARY_TIMEOUT_S: Final = 60.0
 CANARY_SLOTS_MAX: Final = 64
 """With more slots the search for a prompt cache in host RAM would take too many requests."""
+
+NO_LOADING: Final = MappingProxyType({"autoload": "false"})
+"""Else a router loads the model that a question names, also one that it is just unloading."""
 
 NEEDS_ROUTER: Final = "start llama-server without a model (router mode, --models-dir DIR)"
 
@@ -88,6 +100,7 @@ class _Completion(msgspec.Struct):
 class _Status(msgspec.Struct):
     value: str = ""
     failed: bool = False
+    args: list[str] = []
 
 
 class _Model(msgspec.Struct):
@@ -131,6 +144,8 @@ class LlamaCppControl(NativeControl):
         self._ram_caches: dict[str, bool] = {}
         self._instances_max = 0
         self._released: tuple[str, ...] | None = None
+        self._files: dict[str, str] = {}
+        self._label = ""
 
     # ---- looking ----
 
@@ -172,8 +187,13 @@ class LlamaCppControl(NativeControl):
         self._statuses = {
             model.id: model.status.value for model in listing.data[:SLOTS_MAX] if model.status is not None
         }
+        self._files = {
+            model.id: _file_of(model.status.args) for model in listing.data[:SLOTS_MAX] if model.status
+        }
         self._instances_max = props.max_instances
         mine = self._mine()
+        files = [file for model in mine if (file := self._files.get(model))]
+        self._label = await asyncio.to_thread(_label_of, mine, files)
         busy = 0
         missing: dict[AdminOperationKind, str] = {}
         can_erase = False
@@ -190,7 +210,12 @@ class LlamaCppControl(NativeControl):
             models=mine,
             in_flight=busy,
             missing=missing,
+            startup_source=_source_of(files) if len(files) == len(mine) else None,
         )
+
+    def weight_version(self) -> str:
+        """A name for what a router loads; one model alone has none."""
+        return self._label if self._is_router else ""
 
     def _mine(self) -> tuple[str, ...]:
         """The models that this adapter serves; all of the router when its config names none."""
@@ -199,10 +224,12 @@ class LlamaCppControl(NativeControl):
         return tuple(self._statuses)
 
     async def _slots(self, model: str) -> list[_Slot] | None:
-        """As the engine tells them; `None` when it was told not to."""
-        answer = await self._http.get("/slots", {"model": model} if model else {})
+        """As the engine tells them; `None` when it was told not to, none when the model has just gone."""
+        answer = await self._http.get("/slots", {"model": model, **NO_LOADING} if model else {})
         if answer.status == 501:
             return None
+        if model and _is_not_loaded(answer):
+            return []
         if not answer.is_ok:
             raise Unavailable(f"the engine does not tell its slots: {answer.words}", reason="NO_SLOTS")
         slots = answer.read(list[_Slot])
@@ -215,13 +242,14 @@ class LlamaCppControl(NativeControl):
         if not slots:
             return False
         answer = await self._slot_action(model, slots[0].id, "none")
-        return answer.status == 400
+        return answer.status == 400 and not _is_not_loaded(answer)
 
     async def _slot_action(
         self, model: str, slot_id: int, action: str, *, timeout_s: float = 5.0
     ) -> EngineAnswer:
         body = {"model": model} if model else {}
-        return await self._http.post(f"/slots/{slot_id}", body, query={"action": action}, timeout_s=timeout_s)
+        query = {"action": action, **NO_LOADING} if model else {"action": action}
+        return await self._http.post(f"/slots/{slot_id}", body, query=query, timeout_s=timeout_s)
 
     async def _read(self) -> ParticipantReadBack:
         released: frozenset[ResourceKind] = frozenset()
@@ -231,7 +259,8 @@ class LlamaCppControl(NativeControl):
             # A router loads with the first request and evicts by itself; only what we let go is released.
             if is_out and self._released is not None:
                 released = frozenset({ResourceKind.WEIGHTS})
-        return self._told(paused=self._is_gated, released=released)
+        label = self._label if self._is_router else None
+        return self._told(paused=self._is_gated, released=released, weight_version=label)
 
     # ---- steps ----
 
@@ -302,7 +331,9 @@ class LlamaCppControl(NativeControl):
         body: dict[str, object] = {"prompt": word * 40, "n_predict": 1, "cache_prompt": True}
         if model:
             body["model"] = model
-        answer = await self._http.post("/completion", body, timeout_s=CANARY_TIMEOUT_S)
+        answer = await self._http.post(
+            "/completion", body, query=NO_LOADING if model else None, timeout_s=CANARY_TIMEOUT_S
+        )
         if not answer.is_ok:
             raise not_verified(f"a repeated prompt could not be tried: {answer.words}")
         return answer.read(_Completion).timings
@@ -340,12 +371,16 @@ class LlamaCppControl(NativeControl):
                 raise StepFailed(f"the model could not be loaded: {answer.words}")
         await self._wait_for(wanted, {"loaded"}, call.timeout_s)
         self._released = None
-        return succeeded(changed=bool(wanted))
+        return succeeded(changed=bool(wanted), weight_version=self._label)
 
     async def _wait_for(self, models: tuple[str, ...], goal: AbstractSet[str], timeout_s: float) -> None:
 
         async def is_there() -> bool:
-            await self._look()
+            try:
+                await self._look()
+            except IopError:
+                # Asked about a model that is just leaving, the router has nobody to ask.
+                return False
             told = [self._statuses.get(model) for model in models]
             if "failed" in told and "failed" not in goal:
                 raise StepFailed("the engine says that a model failed to load")
@@ -372,6 +407,45 @@ def _capabilities(*, can_erase: bool, is_router: bool) -> Capabilities:
         resource_kinds=frozenset({ResourceKind.WEIGHTS}) if is_router else frozenset(),
         weight_retentions=frozenset({WeightRetention.DISCARD}) if is_router else frozenset(),
     )
+
+
+def _file_of(arguments: list[str]) -> str:
+    """Of a child's command line."""
+    for flag, value in pairwise(arguments):
+        if flag in {"--model", "-m"}:
+            return value
+    return ""
+
+
+def _source_of(files: list[str]) -> DiskSource | None:
+    """Where the router itself reads them again."""
+    if not files:
+        return None
+    path = files[0] if len(files) == 1 else os.path.commonpath(files)
+    return DiskSource(path=path, format=WeightFormat.GGUF)
+
+
+def _label_of(models: Sequence[str], files: Sequence[str]) -> str:
+    """Names the models, and their files as they are now where this machine sees them: blocking.
+
+    A file that was replaced makes another label, so that it is never restored as what was released.
+    """
+    if not models:
+        return ""
+    marks = []
+    for file in files:
+        try:
+            seen = Path(file).stat()
+        except OSError:
+            continue
+        marks.append(f"{file}:{seen.st_size}:{seen.st_mtime_ns}")
+    name = models[0] if len(models) == 1 else f"{models[0]}+{len(models) - 1}"
+    mark = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:12]
+    return f"{name[:100]}@{mark}" if marks else name[:100]
+
+
+def _is_not_loaded(answer: EngineAnswer) -> bool:
+    return answer.status == 400 and "not loaded" in answer.words
 
 
 def _busy(slots: list[_Slot] | None) -> int | None:
