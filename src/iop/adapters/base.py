@@ -38,6 +38,7 @@ from iop.wire.messages import (
     TunnelRequest,
     Usage,
 )
+from iop.wire.model_facts import ModelFacts
 
 # ---- what an adapter is given ----
 
@@ -188,6 +189,8 @@ class AdapterSnapshot:
         engine_in_flight: requests at the engine by its own count; `None` when it tells none.
         engine_queued: waiting inside the engine; `None` when it tells none.
         model_infos: by target, an OpenEngine server's own serialised ``ModelInfo``.
+        model_facts: by the engine's name for a model, what it says of it.
+        absent_operations: what the profile names and the engine was found not to have.
     """
 
     health: Health
@@ -198,6 +201,8 @@ class AdapterSnapshot:
     engine_in_flight: int | None = None
     engine_queued: int | None = None
     model_infos: Mapping[str, bytes] = field(default_factory=dict)
+    model_facts: Mapping[str, ModelFacts] = field(default_factory=dict)
+    absent_operations: frozenset[str] = frozenset()
 
 
 class Adapter(Protocol):

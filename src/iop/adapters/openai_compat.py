@@ -23,9 +23,11 @@ from iop.adapters.base import (
     RunStream,
     TunnelStream,
 )
+from iop.adapters.engine_facts import absent_of, facts_of_models, facts_of_props
 from iop.adapters.gate_control import GateControl
 from iop.adapters.http_exchange import (
     HEADERS_TIMEOUT_S,
+    FetchedResponse,
     HttpRequest,
     Origin,
     UpstreamError,
@@ -55,6 +57,7 @@ from iop.wire.messages import (
     StreamError,
     StreamErrorCode,
 )
+from iop.wire.model_facts import ModelFacts
 
 _log = logging.getLogger(__name__)
 
@@ -126,6 +129,8 @@ class OpenAICompatAdapter:
         self._health = Health.UNKNOWN
         self._reason = "not probed yet"
         self._models: tuple[str, ...] = ()
+        self._facts: dict[str, ModelFacts] = {}
+        self._absent: frozenset[str] | None = None  # None: not looked for since the engine last came up
         self._open: set[HttpTunnel] = set()
 
     @property
@@ -145,7 +150,7 @@ class OpenAICompatAdapter:
             kind=self._config.type,
             category=Category.LOCAL_INFERENCE if self._config.type in _LOCAL_TYPES else Category.API,
             tunnels=True,
-            operations=frozenset(self._profile.operations),
+            operations=frozenset(self._profile.operations) - (self._absent or frozenset()),
             admin=True,
             admin_refusal=self._gate.why_no_more[:1024] if self._gate is not None else "",
         )
@@ -157,6 +162,8 @@ class OpenAICompatAdapter:
             reason=self._reason,
             models=self._models,
             weight_version=self._control.weight_version(),
+            model_facts=self._facts,
+            absent_operations=self._absent or frozenset(),
         )
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -181,6 +188,7 @@ class OpenAICompatAdapter:
         try:
             response = await self._upstream.fetch(request, body_bytes_max=PROBE_BYTES_MAX)
         except IopError as exc:
+            self._absent = None
             self._observe(Health.OFFLINE, exc.message)
         else:
             if response.status in {401, 403}:
@@ -191,7 +199,52 @@ class OpenAICompatAdapter:
                 if response.status == 200:
                     self._models = _model_names(response.body)
                 self._observe(Health.READY, "")
+                await self._learn(response.body if response.status == 200 else b"")
         await self._control.probe()
+
+    async def _learn(self, listing: bytes) -> None:
+        """Find out once after each start of the engine what it has; every probe, what its list says."""
+        before = (self._facts, self._absent)
+        if self._config.type != "llamacpp":
+            facts = facts_of_models(listing)
+            self._facts = {name: facts[name] for name in self._config.targets if name in facts}
+        elif self._absent is None:
+            # One server, one model, whatever the name that it is asked for; nothing of it changes while it runs.
+            said = facts_of_props(await self._look(b"/props"))
+            self._facts = dict.fromkeys(self._config.targets or self._models[:1], said)
+        if self._absent is None:
+            self._absent = await self._look_for_absent()
+        if before != (self._facts, self._absent):
+            self._services.on_change()
+
+    async def _look_for_absent(self) -> frozenset[str]:
+        paths = {name: operation.path for name, operation in self._profile.operations.items()}
+        statuses: dict[str, int] = {}
+        for name, path in (paths | _PLAIN_PATHS).items():
+            if name == "models":
+                continue
+            response = await self._get(path.encode("ascii"))
+            if response is None:
+                return frozenset()  # it does not even answer: nothing can be learnt so
+            statuses[name] = response.status
+        return absent_of(statuses)
+
+    async def _look(self, path: bytes) -> bytes:
+        """What a GET brings; nothing, if it brings no 200."""
+        response = await self._get(path)
+        return b"" if response is None or response.status != 200 else response.body
+
+    async def _get(self, path: bytes) -> FetchedResponse | None:
+        request = HttpRequest(
+            method=b"GET",
+            path=path,
+            headers=[(b"Accept", b"application/json"), *self._credentials],
+            headers_timeout_s=PROBE_TIMEOUT_S,
+        )
+        try:
+            return await self._upstream.fetch(request, body_bytes_max=PROBE_BYTES_MAX)
+        except IopError:
+            return None
 
     def open_tunnel(self, stream: TunnelStream, on_done: Callable[[], None]) -> None:
         """Send one request to the engine and its answer back, byte for byte (EN-50 to EN-57).
@@ -300,6 +353,9 @@ class OpenAICompatAdapter:
         self._reason = reason
         self._services.on_change()
 
+
+_PLAIN_PATHS: Final = {"completions": "/v1/completions", "embeddings": "/v1/embeddings"}
+"""Operations that travel by path because no profile names them (EN-51)."""
 
 _LOCAL_TYPES: Final = frozenset({"vllm", "sglang", "trtllm", "llamacpp"})
 

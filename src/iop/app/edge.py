@@ -25,6 +25,7 @@ from iop.api.grpc.auth import ApiKeyDirectory, Credentials, PrincipalDirectory
 from iop.api.grpc.edge_port import EdgePort
 from iop.api.grpc.rpc_metrics import RpcMetrics
 from iop.api.http.keys import ApiKeys
+from iop.api.http.matrix import SurfaceMatrix
 from iop.api.http.metrics import HttpCollector
 from iop.api.http.models import StatusWithSurfaces
 from iop.api.http.openai import EdgeHttp
@@ -234,7 +235,11 @@ class _Served:
         tls = self._config.tls.ops
         server = OpsServer(
             ops_app(
-                source=StatusWithSurfaces(self.edge.status, find_snapshot=lambda: self.edge.snapshot),
+                source=StatusWithSurfaces(
+                    self.edge.status,
+                    find_snapshot=lambda: self.edge.snapshot,
+                    matrix=SurfaceMatrix(self.edge.nodes.probed, limits=http_limits(self._config.limits)),
+                ),
                 render_metrics=metrics.render,
                 metrics_type=metrics.content_type,
                 authorize=viewer_check(self._principals),
@@ -267,6 +272,7 @@ class _Served:
             limits=limits,
             clock=self._clock,
             make_id=id_maker("req"),
+            find_report=self.edge.nodes.probed,
         )
         server = HttpServer(
             surface,

@@ -113,7 +113,9 @@ def explain(
 
 
 def models(as_json: Json = False, target: Target = None, token: Token = None) -> None:
-    """What callers may ask for: each model, who serves it, and how full its queue is.
+    """What callers may ask for: each model, who serves it, how full its queue is, and what its pool can do.
+
+    A question mark stands where no engine has said.
 
     Example: iop models
     """
@@ -122,6 +124,12 @@ def models(as_json: Json = False, target: Target = None, token: Token = None) ->
         print_json({"models": shown})
         return
     _print_models(shown)
+    data.print()
+    print_rows(
+        ("model", "live", "at once", "context", "images", "audio", "tools"),
+        (_abilities(model) for model in shown if "context_window" in model),
+        empty="nothing is known of any model",
+    )
     data.print()
     print_rows(
         ("model", "route", "served by", "asked as"),
@@ -137,6 +145,24 @@ def models(as_json: Json = False, target: Target = None, token: Token = None) ->
         ),
         empty="no route of any model is served",
     )
+
+
+def _abilities(model: dict[str, Any]) -> tuple[str, ...]:
+    window, modalities = model["context_window"], model["modalities"]
+    context = "?" if window["max"] is None else str(window["max"])
+    if window["min"] != window["max"]:
+        context = f"{'?' if window['min'] is None else window['min']} to {context}"
+    return (
+        str(model["id"]),
+        f"{model['providers_live']}/{model['providers_configured']}",
+        str(model["limits"]["concurrent"]),
+        context,
+        *(_known(value) for value in (modalities["image"], modalities["audio"], model["tools"])),
+    )
+
+
+def _known(value: bool | None) -> str:
+    return "?" if value is None else "yes" if value else "no"
 
 
 def _print_models(shown: list[dict[str, Any]]) -> None:

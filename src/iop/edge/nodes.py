@@ -197,7 +197,7 @@ class Nodes:
         return {} if session is None else {adapter.name: adapter for adapter in session.adapters}
 
     def probed(self, node: NodeId, provider: ProviderId) -> ProviderSnapshot | None:
-        """How the Node last found this engine, as far as it told: for people, decides nothing (EN-34)."""
+        """How the Node last found this engine, as far as it told; it chooses no provider (EN-34)."""
         owner = self.registry.owner_of(node)
         session = None if owner is None else self._sessions.get(owner)
         return None if session is None else session.probed.get(provider)

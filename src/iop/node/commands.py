@@ -23,6 +23,7 @@ from iop.wire.messages import (
     ProviderReport,
     ProviderSnapshot,
 )
+from iop.wire.model_facts import ABSENT_OPERATIONS, MODEL_FACTS, encode_facts
 
 COMMAND_TIMEOUT_S: Final = 30.0
 """Longest a query may take; only a read-back waits for an engine at all."""
@@ -201,6 +202,10 @@ def _capability_map(capabilities: AdapterCapabilities, now_is: AdapterSnapshot) 
         told["engine_version"] = now_is.engine_version
     for target, info in now_is.model_infos.items():
         told[MODEL_CAPABILITY + target] = base64.b64encode(info).decode("ascii")
+    for target, facts in now_is.model_facts.items():
+        told[MODEL_FACTS + target] = encode_facts(facts)
+    if now_is.absent_operations:
+        told[ABSENT_OPERATIONS] = ",".join(sorted(now_is.absent_operations))
     return told
 
 

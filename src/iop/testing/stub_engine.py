@@ -109,10 +109,14 @@ class StubEngine:
     Attributes:
         calls: every POST, in order of arrival; a GET is a Node's probe and is answered with an empty list.
         script: what answers the next request.
+        on_get: makes the answer to a probe's GET, from its path.
     """
 
-    def __init__(self, script: Script | None = None) -> None:
+    def __init__(
+        self, script: Script | None = None, *, on_get: Callable[[bytes], bytes] | None = None
+    ) -> None:
         self.script: Script = script or answer_whole
+        self.on_get = on_get or _answer_get
         self.calls: list[StubCall] = []
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -154,7 +158,7 @@ class StubEngine:
                 except (asyncio.IncompleteReadError, ConnectionError):
                     return
                 if call.method == b"GET":  # a Node's probe
-                    await call.write(whole_answer(b'{"object":"list","data":[]}'))
+                    await call.write(self.on_get(call.path))
                     continue
                 self.calls.append(call)
                 await self._answer(call)
@@ -215,6 +219,10 @@ def sse_events(texts: Iterable[str], *, finish: str | None = "stop", is_done: bo
         events.append({"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
     made = [b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n" for event in events]
     return [*made, b"data: [DONE]\n\n"] if is_done else made
+
+
+def _answer_get(_path: bytes) -> bytes:
+    return whole_answer(b'{"object":"list","data":[]}')
 
 
 async def answer_whole(call: StubCall) -> None:

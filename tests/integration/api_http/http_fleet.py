@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
@@ -177,12 +177,13 @@ async def fleet_of(
     endpoint: str | None = None,
     tracer: Tracer | None = None,
     bound_s: float = 60.0,
+    on_get: Callable[[bytes], bytes] | None = None,
     **model: object,
 ) -> AsyncIterator[HttpFleet]:
     limits = limits or HttpLimits()
     numbers = itertools.count(1)
     clock = SystemClock()
-    async with asyncio.timeout(bound_s), StubEngine() as stub:
+    async with asyncio.timeout(bound_s), StubEngine(on_get=on_get) as stub:
         config = snapshot(
             endpoint or stub.endpoint,
             capacity=capacity,
@@ -210,6 +211,7 @@ async def fleet_of(
                 limits=limits,
                 clock=clock,
                 make_id=lambda: f"req-{next(numbers)}",
+                find_report=edge.nodes.probed,
             )
             async with HttpServer(surface, limits=limits, clock=clock) as server:
                 _, port = await server.listen("127.0.0.1", 0)

@@ -74,6 +74,17 @@ async def test_a_tool_call_is_the_engines_own(sea: EngineHarness) -> None:
     assert json.loads(call["arguments"]) == {"city": "Oslo"}
 
 
+@pytest.mark.clause("SF-01")
+async def test_it_says_its_context_and_that_its_template_knows_tools(sea: EngineHarness) -> None:
+    await sea.adapter.probe()
+    facts = sea.adapter.snapshot().model_facts
+    assert len(facts) == 1
+    told = next(iter(facts.values()))
+    assert told.context_tokens is not None and told.context_tokens >= 1024
+    assert (told.images, told.audio, told.tools) == (False, False, True)
+    assert not sea.adapter.snapshot().absent_operations  # it answers 404 to any wrong method
+
+
 async def test_messages_tokens_and_responses_pass(sea: EngineHarness) -> None:
     message = await ask(sea.adapter, {"messages": HELLO, "max_tokens": 64}, operation="messages")
     assert json.loads(message.received)["content"][-1]["text"] == ANSWER

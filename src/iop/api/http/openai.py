@@ -28,6 +28,7 @@ from iop.api.http.head import HeaderList, check_body_coding
 from iop.api.http.headers import request_headers, request_id_of, trace_of
 from iop.api.http.keys import ApiKeys, Caller
 from iop.api.http.limits import ByteBudget, HttpLimits
+from iop.api.http.matrix import FindReport, SurfaceMatrix, nobody_told
 from iop.api.http.metrics import SurfaceFigures
 from iop.api.http.models import list_models, model_entry
 from iop.api.http.openapi import DESCRIPTION_PATH, describe
@@ -140,6 +141,7 @@ class EdgeHttp:
         limits: what callers may cost.
         clock: for times that are shown.
         make_id: makes request ids.
+        find_report: what a Node last told of one of its engines.
 
     Attributes:
         figures: what it counts.
@@ -154,6 +156,7 @@ class EdgeHttp:
         limits: HttpLimits,
         clock: Clock,
         make_id: Callable[[], str],
+        find_report: FindReport = nobody_told,
     ) -> None:
         self._dispatch = dispatch
         self._find_snapshot = find_snapshot
@@ -161,6 +164,7 @@ class EdgeHttp:
         self._limits = limits
         self._clock = clock
         self._make_id = make_id
+        self._matrix = SurfaceMatrix(find_report, limits=limits)
         self._budget = ByteBudget(limits.buffered_bytes)
         self._lane = BulkLane()
         self.figures = SurfaceFigures()
@@ -306,7 +310,11 @@ class EdgeHttp:
         """Build the provider's request once it is known who serves it (EN-54), and the sink of its answer."""
         operation, visit = exchange.data
         call: TunnelCall | RunCall
-        offered = target.operations if target.route is Route.TUNNEL else RUN_OPERATIONS
+        if target.route is Route.TUNNEL:
+            # What the engine was found not to have is asked for in another dialect rather than in vain.
+            offered = target.operations - self._matrix.absent(target.key)
+        else:
+            offered = RUN_OPERATIONS
         if (other := conversion_for(operation.name, offered)) is not None:
             call = self._convert(exchange, operation, visit, target, other)
         elif target.route is Route.TUNNEL:
@@ -437,11 +445,14 @@ class EdgeHttp:
     # ---- models ----
 
     def _list_models(self, exchange: Exchange, visit: _Visit) -> None:
-        entries = list_models(self._find_snapshot(), may_use=_may_use(visit))
+        entries = list_models(self._find_snapshot(), matrix=self._matrix, may_use=_may_use(visit))
         self._answer(exchange, visit, entries)
 
     def _one_model(self, exchange: Exchange, visit: _Visit) -> None:
-        self._answer(exchange, visit, model_entry(self._find_snapshot(), visit.rest, may_use=_may_use(visit)))
+        entry = model_entry(
+            self._find_snapshot(), visit.rest, matrix=self._matrix, may_use=_may_use(visit)
+        )
+        self._answer(exchange, visit, entry)
 
     def _describe(self, exchange: Exchange, visit: _Visit) -> None:
         assert visit.caller is not None, "a request is admitted before it is answered"

@@ -195,11 +195,28 @@ _ANSWERS: Final[Mapping[str, Schema]] = {
         display_name=_TEXT,
         created_at={"type": "string", "format": "date-time"},
         iop=_open(
-            ["aliases", "operations", "endpoints", "conversions"],
+            [
+                "aliases",
+                "operations",
+                "endpoints",
+                "conversions",
+                "context_window",
+                "modalities",
+                "tools",
+                "limits",
+            ],
             aliases={"type": "array", "items": _TEXT},
             operations={"type": "array", "items": _TEXT},
             endpoints={"type": "object", "additionalProperties": {"type": "array", "items": _TEXT}},
             conversions={"type": "object", "additionalProperties": {"type": "array", "items": _TEXT}},
+            context_window=_open(["min", "max"], min=_or_null(_COUNT), max=_or_null(_COUNT)),
+            modalities=_open(
+                ["text", "image", "audio"], text=_FLAG, image=_or_null(_FLAG), audio=_or_null(_FLAG)
+            ),
+            tools=_or_null(_FLAG),
+            limits=_OBJECT,
+            providers_configured=_COUNT,
+            providers_live=_COUNT,
         ),
     ),
     "ModelList": _open(

@@ -10,6 +10,7 @@ import pytest
 from http_fleet import fleet_of
 from scripted_backends import chat_backend
 
+from iop.api.http.matrix import SurfaceMatrix
 from iop.api.http.models import StatusWithSurfaces
 from iop.edge.calls import Outcome
 from iop.testing.stub_engine import StubCall, sse_events, whole_answer
@@ -180,5 +181,7 @@ async def test_the_listing_says_how_each_route_is_served(is_run: bool) -> None:
             "/v1/responses": ["chat_completions"],
             "/v1/messages": ["chat_completions"],
         }
-        shown = StatusWithSurfaces(fleet.edge.status, find_snapshot=lambda: fleet.edge.snapshot).status()
+        shown = StatusWithSurfaces(
+            fleet.edge.status, find_snapshot=lambda: fleet.edge.snapshot, matrix=SurfaceMatrix()
+        ).status()
         assert shown["models"][0]["endpoints"] == entry["endpoints"]

@@ -1,0 +1,105 @@
+"""What `GET /v1/models` says of a pool is what the pool then does (SF-01)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from described_engine import speak_all
+from http_fleet import KEY, HttpFleet, fleet_of
+
+from iop.testing.http_site import eventually
+from iop.testing.stub_engine import StubCall, whole_answer
+
+MODEL = "org/Real-8B-Instruct"
+LISTED = {"object": "list", "data": [{"id": MODEL, "max_model_len": 8192}]}
+NO_METHOD = whole_answer(b'{"detail":"Method Not Allowed"}', status=b"405 Method Not Allowed")
+NO_PAGE = whole_answer(b'{"detail":"Not Found"}', status=b"404 Not Found")
+BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
+}
+
+
+def having(*paths: bytes) -> Any:
+    """An engine with these POST routes, which knows wrong methods."""
+
+    def on_get(path: bytes) -> bytes:
+        if path == b"/v1/models":
+            return whole_answer(json.dumps(LISTED).encode())
+        return NO_METHOD if path in paths else NO_PAGE
+
+    async def script(call: StubCall) -> None:
+        if call.path in paths:
+            await speak_all(call)
+        else:
+            await call.write(NO_PAGE)
+
+    return on_get, script
+
+
+def said(fleet: HttpFleet) -> Mapping[str, str]:
+    report = fleet.edge.nodes.probed(*KEY)
+    return {} if report is None else report.capabilities
+
+
+async def shown(fleet: HttpFleet) -> dict[str, Any]:
+    caller = await fleet.call()
+    await caller.send(b"GET /v1/models/fast HTTP/1.1\r\nHost: e\r\n\r\n")
+    _, _, body = await caller.read_answer()
+    return json.loads(body)["iop"]
+
+
+@pytest.mark.clause("SF-01", "SF-10", "EN-51")
+@pytest.mark.parametrize("route", [b"/v1/chat/completions", b"/v1/messages", b"/v1/responses"])
+async def test_routes_that_an_engine_lacks_are_found_out_told_and_converted(route: bytes) -> None:
+    on_get, script = having(route)
+    async with fleet_of(on_get=on_get) as fleet:
+        fleet.stub.script = script
+        await eventually(lambda: "absent_operations" in said(fleet))
+        told = await shown(fleet)
+        assert told["endpoints"][route.decode()] == ["tunnel"]
+        for path, body in BODIES.items():
+            status, headers, _ = await fleet.post(json.dumps({"model": "fast", **body}).encode(), path=path)
+            ways = told["endpoints"].get(path)
+            if ways is None:
+                assert status == 404, path
+            elif ways == ["estimate"]:
+                assert (status, headers[b"x-iop-estimate"]) == (200, b"1"), path
+            else:
+                assert status == 200, path
+                assert ways == (["converted"] if b"x-iop-converted" in headers else ["tunnel"]), path
+        assert set(told["endpoints"]) >= {"/v1/chat/completions", "/v1/messages", "/v1/responses"}
+        assert "/v1/embeddings" not in told["endpoints"]
+
+
+@pytest.mark.clause("SF-01")
+async def test_what_the_engine_says_is_shown_and_what_it_does_not_say_is_unknown() -> None:
+    on_get, _ = having(b"/v1/chat/completions")
+    async with fleet_of(on_get=on_get, capacity=3) as fleet:
+        await eventually(lambda: f"model:{MODEL}" in said(fleet))
+        told = await shown(fleet)
+        assert told["context_window"] == {"min": 8192, "max": 8192}
+        assert told["modalities"] == {"text": True, "image": None, "audio": None}
+        assert told["tools"] is None
+        assert told["limits"]["concurrent"] == 3 and told["limits"]["queue"] == 2
+        assert (told["providers_configured"], told["providers_live"]) == (1, 1)
+        await fleet.stop_node()
+        gone = await shown(fleet)
+        assert gone["context_window"] == {"min": None, "max": None}
+        assert (gone["providers_live"], gone["limits"]["concurrent"]) == (0, 0)
+
+
+@pytest.mark.clause("SF-01")
+async def test_an_engine_that_answers_all_alike_is_believed_its_profile() -> None:
+    async with fleet_of() as fleet:
+        await eventually(lambda: fleet.edge.nodes.probed(*KEY) is not None)
+        told = await shown(fleet)
+        assert told["endpoints"] == {path: ["tunnel"] for path in BODIES}
+        assert told["context_window"] == {"min": None, "max": None}

@@ -1,0 +1,71 @@
+"""What engines say of themselves, and what they are believed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from iop.adapters.engine_facts import absent_of, facts_of_models, facts_of_props
+from iop.wire.model_facts import ModelFacts, decode_facts, encode_facts, read_names
+
+
+@pytest.mark.clause("EN-51", "SF-01")
+def test_only_a_server_that_knows_wrong_methods_shows_which_routes_it_has() -> None:
+    assert absent_of({"chat": 405, "messages": 404, "responses": 200}) == {"messages"}
+    assert absent_of({"chat": 404, "messages": 404}) == frozenset()  # answers 404 to everything
+    assert absent_of({"chat": 200, "messages": 200}) == frozenset()
+    assert absent_of({}) == frozenset()
+
+
+@pytest.mark.clause("SF-01")
+@pytest.mark.parametrize("key", ["max_model_len", "context_length", "context_window"])
+def test_a_model_list_tells_lengths_under_the_names_that_engines_use(key: str) -> None:
+    body = json.dumps({"data": [{"id": "a", key: 4096}, {"id": "b"}, {"id": 5}, "x"]}).encode()
+    assert facts_of_models(body) == {"a": ModelFacts(context_tokens=4096), "b": ModelFacts()}
+
+
+@pytest.mark.clause("SF-01")
+@pytest.mark.parametrize("value", [0, -1, True, "4096", 4.5, None, 2**60])
+def test_a_length_that_is_none_is_not_told(value: object) -> None:
+    body = json.dumps({"data": [{"id": "a", "max_model_len": value}]}).encode()
+    assert facts_of_models(body) == {"a": ModelFacts()}
+
+
+@pytest.mark.clause("SF-01")
+def test_props_tell_the_slots_context_the_modalities_and_the_tools() -> None:
+    props = {
+        "default_generation_settings": {"n_ctx": 2048},
+        "modalities": {"vision": False, "audio": True},
+        "chat_template_caps": {"supports_tools": True},
+    }
+    assert facts_of_props(json.dumps(props).encode()) == ModelFacts(
+        context_tokens=2048, images=False, audio=True, tools=True
+    )
+    assert facts_of_props(b'{"modalities":[]}') == ModelFacts()
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_the_readers(body: bytes) -> None:
+    assert all(facts == ModelFacts() for facts in facts_of_models(body).values())
+    facts_of_props(body)
+    assert decode_facts(body.decode("latin-1")) is not None
+
+
+@given(
+    st.builds(
+        ModelFacts,
+        context_tokens=st.none() | st.integers(1, 2**40),
+        images=st.none() | st.booleans(),
+        tools=st.none() | st.booleans(),
+    )
+)
+def test_facts_travel_as_text(facts: ModelFacts) -> None:
+    assert decode_facts(encode_facts(facts)) == facts
+
+
+def test_names_with_commas() -> None:
+    assert read_names("a,b") == {"a", "b"}
+    assert read_names("") == frozenset()
