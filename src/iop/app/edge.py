@@ -220,6 +220,7 @@ class _Served:
             grpc_settings(address, tls=self._config.tls.openengine, insecure=self._config.insecure),
             admin_profile_revision=1 if self._config.listen.admin is not None else None,
             admit=self._admit,
+            on_refused=self._port.note_refused,
             on_ended=self._rpc_metrics.on_ended,
         )
         with binding("openengine", address):

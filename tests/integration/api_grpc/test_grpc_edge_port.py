@@ -17,7 +17,7 @@ from grpc_admin_rig import refused
 
 from iop.api.grpc.auth import ApiKeyDirectory, ApiKeyGrant, secret_sha256
 from iop.api.grpc.edge_port import EdgePort
-from iop.api.grpc.inference_service import AdmitKey
+from iop.api.grpc.inference_service import AdmitKey, no_limits
 from iop.api.grpc.listeners import inference_listener
 from iop.api.grpc.server import ListenerSettings
 from iop.core.ids import RunId
@@ -80,7 +80,7 @@ async def site_of(
     *,
     keys: ApiKeyDirectory | None = None,
     connects: bool = True,
-    admit: AdmitKey | None = None,
+    admit: AdmitKey = no_limits,
 ) -> AsyncIterator[Site]:
     numbers = itertools.count(1)
     clock = SystemClock()
@@ -95,7 +95,9 @@ async def site_of(
             find_report=edge.nodes.probed,
         )
         settings = ListenerSettings(address="127.0.0.1:0", stop_grace_s=0.2)
-        listener = inference_listener(port, port, keys or ApiKeyDirectory(), settings, admit=admit)
+        listener = inference_listener(
+            port, port, keys or ApiKeyDirectory(), settings, admit=admit, on_refused=port.note_refused
+        )
         node = FakeEdgeConnection(edge.nodes)
         if connects:
             node.connect()

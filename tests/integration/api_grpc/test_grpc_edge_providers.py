@@ -188,6 +188,29 @@ async def test_an_option_that_a_provider_would_ignore_is_refused_by_name(
         assert site.node.streams == []
 
 
+@pytest.mark.clause("EN-112")
+async def test_a_refused_generation_is_explained_and_a_live_one_keeps_its_record() -> None:
+    async with site_of(pool("openai_compat")) as site:
+        for name, made in (
+            ("an option", request(request_id="an option", sampling=asked(top_k=3))),
+            ("a feature", request(request_id="a feature", lora_name="x")),
+        ):
+            async with refused(grpc.StatusCode.UNIMPLEMENTED):
+                await read_all(site.inference.Generate(made, timeout=10))
+            record = site.edge.outcomes.find(name)
+            assert record is not None
+            assert (record.outcome, record.reason) == (Outcome.REJECTED, "unsupported_feature")
+        call = site.inference.Generate(request(request_id="live"), timeout=10)
+        await site.stream()
+        async with refused(grpc.StatusCode.UNIMPLEMENTED):
+            await read_all(site.inference.Generate(request(request_id="live", lora_name="x"), timeout=10))
+        record = site.edge.outcomes.find("live")
+        assert record is not None
+        assert record.outcome is None
+        assert site.edge.dispatcher.refusals["unsupported_feature"] == 3
+        call.cancel()
+
+
 # ---- several outputs, tokens, scores ----
 
 
@@ -675,7 +698,10 @@ async def test_hostile_metadata_is_refused_before_anything_is_dispatched(
         async with refused(grpc.StatusCode.INVALID_ARGUMENT) as refusal:
             await read_all(site.inference.Generate(HELLO, metadata=metadata, timeout=10))
         assert refusal.info().reason == reason
-        assert site.edge.outcomes.begun_total == 0
+        assert site.node.streams == []
+        record = site.edge.outcomes.find("r-1")
+        assert record is not None
+        assert (record.outcome, record.candidates) == (Outcome.REJECTED, ())
 
 
 @pytest.mark.clause("SF-13", "SF-21", "SF-24")

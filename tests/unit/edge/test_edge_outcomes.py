@@ -54,6 +54,7 @@ def test_only_what_provably_had_no_effect_is_repeated(error, started, handed_ove
         ("timeout", Outcome.TIMEOUT, Verdict.FAILURE),
         ("no_output", Outcome.TIMEOUT, Verdict.FAILURE),
         ("connect_failed", Outcome.UPSTREAM_ERROR, Verdict.FAILURE),
+        ("no_capacity", Outcome.UPSTREAM_ERROR, Verdict.FAILURE),
         ("node_shutdown", Outcome.NODE_LOST, Verdict.NEUTRAL),
         ("something_newer", Outcome.UPSTREAM_ERROR, Verdict.NEUTRAL),
     ],

@@ -8,6 +8,7 @@ to understand is refused rather than sent and ignored (SF-10, SF-22).
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,6 +19,7 @@ from iop.admin.enums import EngineRole
 from iop.api.grpc import ports
 from iop.api.grpc.abilities import TEXT_FORMAT, Abilities, abilities_of, common_abilities
 from iop.api.grpc.answer_stream import AnswerStream
+from iop.api.grpc.inference_codec import REQUEST_ID_CHARS_MAX
 from iop.api.grpc.provider_calls import operation_of, options_of, provider_call
 from iop.core.clock import Clock
 from iop.core.errors import (
@@ -134,12 +136,14 @@ class EdgePort:
         spec = self._find_model(call.model)
         every = self._common(spec) or Abilities()
         for name in sorted(options_of(call).keys() - every.options):
+            self.note_refused(call.request_id, spec.id, "UNSUPPORTED_FEATURE", call.caller)
             raise Unsupported(
                 f"`{name}` is not understood by every provider of {spec.id!r}.",
                 reason="UNSUPPORTED_FEATURE",
                 details={"feature": name},
             )
         if call.request_id in self._live:
+            # Not recorded: the record of this id is the live request's.
             raise AlreadyExists(
                 "A live request has this id.",
                 reason="DUPLICATE_REQUEST",
@@ -170,6 +174,16 @@ class EdgePort:
             await answer.aclose()
             raise
         return answer
+
+    def note_refused(self, request_id: str, model: str, reason: str, caller: str) -> None:
+        """Record a generation that was refused before dispatch, for ``iop explain`` (EN-112).
+
+        What has no id that can be asked for, or that of a live request, is counted under one of its own.
+        """
+        is_fit = 0 < len(request_id) <= REQUEST_ID_CHARS_MAX and request_id.isprintable()
+        if not is_fit or request_id in self._live:
+            request_id = f"refused-{uuid.uuid4().hex}"
+        self._dispatcher.record_rejection(RequestId(request_id), model[:200], reason.lower(), caller=caller)
 
     def _prepare(
         self, call: ports.GenerateCall, request: DispatchRequest, answer: AnswerStream, target: ServedTarget

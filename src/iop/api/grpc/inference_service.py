@@ -31,7 +31,15 @@ from iop.core.errors import Internal, IopError, PermissionDenied
 from iop.pb.openengine.v1 import generation_pb2 as pb
 from iop.pb.openengine.v1 import openengine_pb2, openengine_pb2_grpc
 
-__all__ = ["INFERENCE_SERVICE", "AdmitKey", "InferenceService", "check_model_allowed"]
+__all__ = [
+    "INFERENCE_SERVICE",
+    "AdmitKey",
+    "InferenceService",
+    "NoteRefusal",
+    "check_model_allowed",
+    "no_limits",
+    "no_note",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +53,17 @@ AdmitKey: TypeAlias = Callable[[str], Callable[[], None]]
 (SF-11)."""
 
 
-def _no_limits(_key: str) -> Callable[[], None]:
+NoteRefusal: TypeAlias = Callable[[str, str, str, str], None]
+"""Told of a generation that never came to the port: request id or nothing, model, reason, name of the API key."""
+
+
+def no_limits(_key: str) -> Callable[[], None]:
+    """Every key may do as much as it likes."""
     return lambda: None
+
+
+def no_note(_request_id: str, _model: str, _reason: str, _key: str) -> None:
+    """Nobody keeps account of refusals."""
 
 
 class InferenceService(openengine_pb2_grpc.InferenceServicer):
@@ -56,20 +73,36 @@ class InferenceService(openengine_pb2_grpc.InferenceServicer):
         inference: who generates.
         control: says what the server is.
         admit: the limits of API keys.
+        on_refused: hears of requests that were refused here (EN-112).
     """
 
     def __init__(
-        self, inference: InferencePort, control: ControlPort, *, admit: AdmitKey = _no_limits
+        self,
+        inference: InferencePort,
+        control: ControlPort,
+        *,
+        admit: AdmitKey = no_limits,
+        on_refused: NoteRefusal = no_note,
     ) -> None:
         self._inference = inference
         self._control = control
         self._admit = admit
+        self._on_refused = on_refused
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """One generation; ends with exactly one terminal message after acceptance."""
-        leave = self._admit(current_api_caller().name)
+        caller = current_api_caller()
         try:
-            call, told = self._read(request, context)
+            leave = self._admit(caller.name)
+        except IopError as error:
+            self._on_refused(request.request_id, request.model, error.reason, caller.name)
+            raise
+        try:
+            try:
+                call, told = self._read(request, context)
+            except IopError as error:
+                self._on_refused(request.request_id, request.model, error.reason, caller.name)
+                raise
             async with contextlib.aclosing(await self._inference.generate(call)) as stream:
                 await context.send_initial_metadata((*_version_metadata(stream), *stream.metadata, *told))
                 try:

@@ -20,7 +20,14 @@ from iop.api.grpc.artifact_service import (
 from iop.api.grpc.auth import ApiCaller, ApiKeyDirectory, PrincipalDirectory
 from iop.api.grpc.control_service import CONTROL_METHODS, CONTROL_SERVICE, ControlService
 from iop.api.grpc.health import HEALTH_SERVICE
-from iop.api.grpc.inference_service import INFERENCE_SERVICE, AdmitKey, InferenceService
+from iop.api.grpc.inference_service import (
+    INFERENCE_SERVICE,
+    AdmitKey,
+    InferenceService,
+    NoteRefusal,
+    no_limits,
+    no_note,
+)
 from iop.api.grpc.interceptors import AuthInterceptor, ErrorInterceptor, authorize_by_table
 from iop.api.grpc.ports import ControlPort, InferencePort
 from iop.api.grpc.server import REFLECTION_SERVICE, GrpcListener, GrpcService, ListenerSettings
@@ -153,7 +160,8 @@ def inference_listener(
     *,
     admin_profile_revision: int | None = ADMIN_PROFILE_REVISION,
     is_privileged_allowed: bool = False,
-    admit: AdmitKey | None = None,
+    admit: AdmitKey = no_limits,
+    on_refused: NoteRefusal = no_note,
     on_ended: OnEnded | None = None,
 ) -> GrpcListener:
     """Inference and Control with their health and reflection.
@@ -165,14 +173,11 @@ def inference_listener(
         settings: where to listen.
         admin_profile_revision: told by GetServerInfo where an admin listener exists too; None: there is none (AD-50).
         is_privileged_allowed: allow the privileged Control calls here (AD-103).
-        admit: the limits of API keys, which Generate counts against; None: there are none (SF-11).
+        admit: the limits of API keys, which Generate counts against (SF-11).
+        on_refused: hears of generations that never came to `inference`, for whoever explains requests (EN-112).
         on_ended: told of each call's method, status and seconds; see `iop.api.grpc.rpc_metrics`.
     """
-    inference_service = (
-        InferenceService(inference, control)
-        if admit is None
-        else InferenceService(inference, control, admit=admit)
-    )
+    inference_service = InferenceService(inference, control, admit=admit, on_refused=on_refused)
     control_service = ControlService(
         control, admin_profile_revision=admin_profile_revision, is_privileged_allowed=is_privileged_allowed
     )

@@ -991,7 +991,7 @@ class RunRequest(_message.Message):
     """Size of the whole input in bytes when input_continues is set, so that the Node can refuse early."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Caller-defined; travels untouched (EN-44)."""
+        """Caller-defined; travels untouched (EN-44), beside keys of IOP's own that begin with `iop-`."""
 
     def __init__(
         self,
