@@ -46,11 +46,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def serving_llamacpp(
-    model_file: Path, name: str, slots: Path | None, *, ram_mib: int = 0
+    model_file: Path, name: str, slots: Path | None, *, ram_mib: int = 0, context: int = 131_072
 ) -> Iterator[Engine]:
-    """llama.cpp's server from its Python package; ends with the block, or with us."""
+    """llama.cpp's server from its Python package; ends with the block, or with us.
+
+    The context is so large that long streams outlive what a test does meanwhile.
+    """
     script = str(HERE / "llamacpp_server.py")
-    command = [sys.executable, script, str(model_file), str(slots or ""), name, str(ram_mib)]
+    command = [sys.executable, script, str(model_file), str(slots or ""), name, str(ram_mib), str(context)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -94,6 +97,18 @@ def llamacpp_sea(models: Path) -> Iterator[Engine]:
     """One that stops, and that was not told where to keep slots."""
     pytest.importorskip("xllamacpp")
     with serving_llamacpp(models / "sea.gguf", "sea", None) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A small real model, from the file that `make engines-test` puts together."""
+    file = os.environ.get("ENGINES_GEMMA", "")
+    if not file:
+        pytest.skip("the real model runs with `make engines-test`")
+    pytest.importorskip("xllamacpp")
+    slots = tmp_path_factory.mktemp("gemma_slots")
+    with serving_llamacpp(Path(file), "gemma", slots, context=8192) as engine:
         yield engine
 
 

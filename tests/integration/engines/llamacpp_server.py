@@ -1,4 +1,4 @@
-"""A real llama.cpp server as a process of its own: ``python llamacpp_server.py MODEL.gguf SLOTS_DIR NAME RAM_MIB``.
+"""A real llama.cpp server as a process of its own: ``llamacpp_server.py MODEL.gguf SLOTS_DIR NAME RAM_MIB [CONTEXT]``.
 
 Prints its address when it serves. Ends with its standard input, so that it never outlives a test run.
 """
@@ -12,13 +12,13 @@ import xllamacpp
 
 def main() -> None:
     """Serve until standard input ends."""
-    model, slots, name, ram_mib = sys.argv[1:5]
+    model, slots, name, ram_mib, context, *_ = [*sys.argv[1:], "131072"]
     params = xllamacpp.CommonParams()
     params.model.path = model
     params.model_alias = {name}
     params.hostnames = ["127.0.0.1"]
     params.port = 0
-    params.n_ctx = 131_072  # shared by the slots: long streams outlive what a test does meanwhile
+    params.n_ctx = int(context)  # shared by the slots
     params.n_parallel = 2
     params.use_jinja = True
     params.endpoint_metrics = params.endpoint_slots = params.endpoint_props = True

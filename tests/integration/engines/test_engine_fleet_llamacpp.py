@@ -18,6 +18,8 @@ from engines_rig import HELLO, WEATHER
 from iop.admin.enums import AdminOperationState, PauseMode
 from iop.admin.results import PauseResult
 from iop.core.errors import Unsupported
+from iop.testing.process_fleet import ProcessFleet, provider
+from iop.testing.stub_engine import StubCall, StubEngine, sse_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -97,6 +99,41 @@ async def test_cancel_pause_and_flush_reach_the_engine(endless: EngineFleet, lla
         assert code == 0, resumed
         chat = await client.chat.completions.create(model="fast", messages=HELLO, max_tokens=4)  # type: ignore[arg-type]
         assert chat.choices[0].message.content
+
+
+@pytest.mark.clause("EN-112", "SF-06", "SF-14")
+@pytest.mark.parametrize("has_finish_reason", [False, True])
+async def test_words_after_the_last_event_are_no_end_of_an_answer(
+    tmp_path: Path, has_finish_reason: bool
+) -> None:
+    """As a router ends a stream whose model it unloads: status 200, whole by its framing, and no terminator."""
+
+    async def script(call: StubCall) -> None:
+        await call.start_events()
+        reason = "stop" if has_finish_reason else None
+        await call.chunk(*sse_events(["one ", "two"], finish=reason, is_done=False))
+        await call.chunk(b"proxy error: Failed to read connection")
+        await call.end_chunks()
+
+    async with StubEngine(script) as stub, ProcessFleet(tmp_path, {"n1": [provider(stub.endpoint)]}) as fleet:
+        await fleet.start()
+        body = {"model": "fast", "messages": HELLO, "stream": True}
+        _, _, told = await (await fleet.ask(body, "x-request-id: cut")).read_answer()
+        await fleet.settled()
+        assert b"proxy error" not in told
+        assert (b"[DONE]" in told) is has_finish_reason
+        assert (b"upstream_truncated" in told) is not has_finish_reason
+        expected = "complete" if has_finish_reason else "upstream_truncated"
+        assert await fleet.outcome("cut") == expected
+        base_url = f"http://127.0.0.1:{fleet.http}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+            stream = await client.chat.completions.create(model="fast", messages=HELLO, stream=True)  # type: ignore[arg-type]
+            if has_finish_reason:
+                assert [part async for part in stream]
+                return
+            with pytest.raises(openai.APIError):
+                async for _ in stream:
+                    pass
 
 
 async def busy_slots(engine: Engine) -> int:
