@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from iop.adapters.base import AdapterServices, AdapterSnapshot
+from iop.adapters.base import AdapterServices, AdapterSnapshot, Health
 from iop.adapters.native_control import NativeControl
 from iop.adapters.openai_compat import OpenAICompatAdapter
 from iop.wire.messages import AdapterConfig
@@ -22,12 +22,18 @@ class NativeHttpAdapter(OpenAICompatAdapter):
         self._native = native
 
     def snapshot(self) -> AdapterSnapshot:
-        """With the engine's own load and version."""
+        """With the engine's own load and version, and what it says of its health.
+
+        A server whose engine process has died may list its models until it ends itself.
+        """
+        shown = super().snapshot()
+        if self._native.is_unwell and shown.health is Health.READY:
+            shown = replace(shown, health=Health.NOT_READY, reason=self._native.failure)
         seen = self._native.observed
         if seen is None:
-            return super().snapshot()
+            return shown
         return replace(
-            super().snapshot(),
+            shown,
             engine_version=seen.engine_version,
             engine_in_flight=seen.in_flight,
             engine_queued=seen.queued,

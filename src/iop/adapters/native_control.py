@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from iop.adapters.base import AdapterServices
 from iop.adapters.engine_http import EngineHttp
@@ -31,6 +31,9 @@ from iop.core.ids import GroupId, ParticipantId
 from iop.wire.messages import OpenAICompatSettings
 
 _log = logging.getLogger(__name__)
+
+UNHEALTHY: Final = "ENGINE_UNHEALTHY"
+"""Reason of an engine that answers, and says that it cannot serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,7 @@ class NativeControl(GateControl, abc.ABC):
         self._targets = targets
         self._seen: Observed | None = None
         self._failure = "the engine was not asked yet"
+        self._is_unwell = False
 
     # ---- for the adapter ----
 
@@ -86,6 +90,11 @@ class NativeControl(GateControl, abc.ABC):
     def failure(self) -> str:
         """Why the engine's control routes do not answer; empty while they do."""
         return self._failure
+
+    @property
+    def is_unwell(self) -> bool:
+        """Whether the engine itself says so; one that only answers late does not."""
+        return self._is_unwell
 
     @property
     def why_no_more(self) -> str:
@@ -182,7 +191,12 @@ class NativeControl(GateControl, abc.ABC):
 
     async def _look(self) -> Observed:
         before = self._seen
-        seen = await self._observe()
+        try:
+            seen = await self._observe()
+        except IopError as exc:
+            self._is_unwell = exc.reason == UNHEALTHY
+            raise
+        self._is_unwell = False
         self._seen = seen
         if self._failure:
             self._failure = ""

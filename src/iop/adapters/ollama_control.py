@@ -30,7 +30,7 @@ from iop.adapters.gate_control import (
     not_verified,
     succeeded,
 )
-from iop.adapters.native_control import NativeControl, Observed
+from iop.adapters.native_control import UNHEALTHY, NativeControl, Observed
 from iop.admin.enums import (
     AdminErrorCode,
     AdminOperationKind,
@@ -139,7 +139,7 @@ class OllamaControl(NativeControl):
     async def _observe(self) -> Observed:
         version, tags, running = await self._http.get_all("/api/version", "/api/tags", "/api/ps")
         if not version.is_ok or not tags.is_ok:
-            raise Unavailable(f"the engine is not well: {version.words}", reason="ENGINE_UNHEALTHY")
+            raise Unavailable(f"the engine is not well: {version.words}", reason=UNHEALTHY)
         listed = {tag.name: tag for tag in tags.read(_Tags).models}
         mine = tuple(name for target in self._targets if (name := _full_name(target)) in listed)
         missing = ""

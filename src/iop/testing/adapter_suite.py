@@ -26,13 +26,15 @@ from iop.admin.enums import (
     CacheOutcome,
     PauseMode,
     ProfilerKind,
+    ReconfigurableField,
     ResourceKind,
     WeightFormat,
     WeightRetention,
 )
-from iop.admin.requests import DiskSource, PauseSpec
+from iop.admin.requests import DiskSource, PauseSpec, ServingChange
 from iop.admin.steps import (
     FlushStep,
+    JudgeReconfigureStep,
     PauseStep,
     PrepareWeightsStep,
     ReleaseStep,
@@ -684,6 +686,9 @@ EVERY_OPERATION: Final[Mapping[AdminOperationKind, Step]] = {
     ),
     AdminOperationKind.START_PROFILE: StartProfileStep(profile_id="p", kinds=(ProfilerKind.CPU,), label="x"),
     AdminOperationKind.STOP_PROFILE: StopProfileStep(profile_id="p"),
+    AdminOperationKind.RECONFIGURE_SERVING: JudgeReconfigureStep(
+        changes=(ServingChange(field=ReconfigurableField.DATA_PARALLEL_SIZE, value=2),)
+    ),
 }
 """One step of each operation beside pause and resume."""
 

@@ -59,16 +59,18 @@ async def rest_of(stream: Stream) -> tuple[str, int]:
 async def test_a_fleet_with_vllm_freezes_swaps_and_goes_on(fleet: EngineFleet, models: Path) -> None:
     async with openai.AsyncOpenAI(base_url=f"{fleet.base_url}/v1", api_key="none", max_retries=0) as client:
 
-        async def chat(tokens: int) -> str:
-            made = await client.chat.completions.create(
+        async def chat(tokens: int) -> tuple[str, str]:
+            """What it said, and under which version by the Edge's own word (AD-33)."""
+            made = await client.chat.completions.with_raw_response.create(
                 model="fast",
                 messages=HELLO,  # type: ignore[arg-type]
                 max_tokens=tokens,
                 temperature=0,
             )
-            return made.choices[0].message.content or ""
+            return made.parse().choices[0].message.content or "", made.headers["x-iop-weight-version"]
 
-        assert ANSWER in await chat(40)
+        said, first_version = await chat(40)
+        assert ANSWER in said
         called = await client.chat.completions.create(model="fast", messages=HELLO, tools=[WEATHER])  # type: ignore[arg-type,list-item]
         assert called.choices[0].message.tool_calls
         stream = await begin(client, 30_000)
@@ -89,13 +91,17 @@ async def test_a_fleet_with_vllm_freezes_swaps_and_goes_on(fleet: EngineFleet, m
         assert code == 3, released
         code, swapped = await fleet.admin(*update(models / "hill", "hill-1"))
         assert code == 0, swapped
-        assert ANSWER not in await chat(40)
+        hill, version = await chat(40)
+        assert ANSWER not in hill
+        assert version == "hill-1" != first_version
         code, refused = await fleet.admin(*update(models / "none", "none-1"))
         assert code == 4, refused
-        assert ANSWER not in await chat(40)
+        assert await chat(40) == (hill, "hill-1"), "untouched, and alive"
         code, back = await fleet.admin(*update(models / "endless", "sea-2"))
         assert code == 0, back
-        assert ANSWER in await chat(40)
+        said, version = await chat(40)
+        assert ANSWER in said
+        assert version == "sea-2"
         code, profile = await fleet.admin("profile")
         assert code == 0
         assert "sea-2" in json.dumps(profile)

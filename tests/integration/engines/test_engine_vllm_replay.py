@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -22,14 +23,16 @@ from iop.admin.enums import (
     BusyPolicy,
     CacheKind,
     CacheOutcome,
+    DistributedBackend,
     DrainTimeoutAction,
     PauseMode,
     ProfilerKind,
     ResourceKind,
     WeightFormat,
     WeightRetention,
+    WeightSourceKind,
 )
-from iop.admin.requests import DiskSource, FileDigest, PauseSpec
+from iop.admin.requests import DiskSource, DistributedSource, FileDigest, PauseSpec
 from iop.admin.results import ParticipantError
 from iop.admin.steps import (
     ApplyWeightsStep,
@@ -47,7 +50,7 @@ from iop.admin.steps import (
     UndoWeightsStep,
     VerifyWeightsStep,
 )
-from iop.core.errors import PreconditionFailed, Unsupported
+from iop.core.errors import PreconditionFailed, Unavailable, Unsupported
 from iop.testing import adapter_suite
 from iop.testing.adapter_suite import adapter_services, assert_all_ok, step_call
 from iop.wire.messages import OpenAICompatSettings
@@ -534,3 +537,89 @@ async def test_a_stop_that_left_no_file_is_no_success(tmp_path: Path) -> None:
         await do(adapter, StartProfileStep(profile_id="p-1", kinds=(ProfilerKind.CPU,)))
         error = await error_of(adapter, StopProfileStep(profile_id="p-1"))
         assert error.code is AdminErrorCode.VERIFICATION_FAILED
+
+
+# ---- surprises ----
+
+
+@pytest.mark.clause("EN-34", "AD-37")
+async def test_a_server_whose_engine_died_is_not_ready_although_it_lists_models() -> None:
+    engine = VllmReplay()
+    async with in_front_of(engine) as adapter:
+        engine.routes["GET /health"] = Answer(503, b"", "")
+        await adapter.probe()
+        assert adapter.snapshot().health is Health.NOT_READY
+        with pytest.raises(Unavailable):
+            await do(adapter, pause(PauseMode.ABORT))
+        assert engine.posts() == []
+        engine.routes["GET /health"] = DEV["health"]
+        await adapter.probe()
+        assert adapter.snapshot().health is Health.READY
+
+
+@pytest.mark.clause("AD-15", "AD-43")
+async def test_a_discard_that_the_platform_cannot_do_is_told_in_the_engines_words() -> None:
+    engine = VllmReplay(sleep_mode=True)
+    engine.routes["POST /release_kv_cache_memory"] = DEV["release_kv_cache_memory while paused"]
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        error = await error_of(adapter, release(ResourceKind.KV_CACHE))
+        assert "not supported on CPU" in error.message
+        (back,) = await adapter.read_back([adapter.participants()[0].participant_id])
+        assert back.released == frozenset()
+
+
+@pytest.mark.clause("AD-15", "AD-45")
+async def test_tensors_over_a_group_are_refused_before_anything_is_sent() -> None:
+    engine = VllmReplay()
+    group = DistributedSource(
+        backend=DistributedBackend.NCCL,
+        master_host="trainer",
+        master_port=1,
+        world_size=2,
+        rank_offset=1,
+        group_name="g",
+        tensors=(),
+    )
+    async with in_front_of(engine) as adapter:
+        (info,) = adapter.participants()
+        assert info.capabilities.weight_sources == {WeightSourceKind.DISK}
+        with pytest.raises(Unsupported, match="disk"):
+            await do(adapter, PrepareWeightsStep(model="m", source=group, weight_version="v"))
+        assert engine.posts() == []
+
+
+@pytest.mark.clause("AD-15")
+async def test_an_adapter_of_a_model_is_listed_and_is_not_the_model_whose_weights_are_updated() -> None:
+    engine = VllmReplay(model_root="/models/base")
+    listing = json.loads(engine.routes["GET /v1/models"].body)  # type: ignore[union-attr]
+    lora = {**listing["data"][0], "id": "ad1", "root": "/loras/ad1", "parent": "tiny"}
+    engine.routes["GET /v1/models"] = Answer.of({**listing, "data": [lora, *listing["data"]]})
+    async with in_front_of(engine) as adapter:
+        assert set(adapter.snapshot().models) == {"ad1", "tiny"}
+        (info,) = adapter.participants()
+        assert info.models == ("tiny",)
+
+
+@pytest.mark.clause("AD-05")
+async def test_no_step_ever_names_a_worker_method_a_request_or_a_checker_that_destroys(
+    tmp_path: Path,
+) -> None:
+    """Routes that would run any code, abort by made-up ids or overwrite the weights are never called so."""
+    engine = VllmReplay(model_root=str(checkpoint_at(tmp_path / "a").path))
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        source = checkpoint_at(tmp_path / "b")
+        for step in (
+            PrepareWeightsStep(model="m", source=source, weight_version="v"),
+            ApplyWeightsStep(model="m", source=source, weight_version="v"),
+            VerifyWeightsStep(model="m", weight_version="v"),
+            CommitWeightsStep(model="m", weight_version="v"),
+        ):
+            assert_all_ok(await do(adapter, step))
+        assert not {"/abort_requests", "/scale_elastic_ep", "/update_weights"} & set(engine.posts())
+        bodies = [each.body for each in engine.asked if each.path == "/collective_rpc"]
+        assert {body["method"] for body in bodies} == {"reload_weights"}
+        assert all("timeout" not in body for body in bodies)
+        checks = [each.body for each in engine.asked if each.path == "/weight_checker"]
+        assert {body["action"] for body in checks} == {"checksum"}

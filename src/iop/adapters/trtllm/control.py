@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from iop.adapters.native_control import NativeControl, Observed
+from iop.adapters.native_control import UNHEALTHY, NativeControl, Observed
 from iop.admin.enums import AdminOperationKind
 from iop.core.errors import Unavailable
 
@@ -37,7 +37,7 @@ class TrtllmControl(NativeControl):
     async def _observe(self) -> Observed:
         health = await self._http.get("/health")
         if not health.is_ok:
-            raise Unavailable(f"the engine is not well: {health.words}", reason="ENGINE_UNHEALTHY")
+            raise Unavailable(f"the engine is not well: {health.words}", reason=UNHEALTHY)
         version = await self._http.get("/version")
         return Observed(
             engine_version=version.read(_Version).version if version.is_ok else "", missing=dict(_MISSING)

@@ -29,7 +29,7 @@ from iop.adapters.gate_control import (
     not_verified,
     succeeded,
 )
-from iop.adapters.native_control import NativeControl, Observed
+from iop.adapters.native_control import UNHEALTHY, NativeControl, Observed
 from iop.adapters.vllm.answers import (
     IsPaused,
     IsSleeping,
@@ -135,7 +135,7 @@ class VllmControl(NativeControl):
     async def _observe(self) -> Observed:
         health, metrics = await self._http.get_all("/health", "/metrics")
         if not health.is_ok:
-            raise Unavailable(f"the engine is not well: {health.words}", reason="ENGINE_UNHEALTHY")
+            raise Unavailable(f"the engine is not well: {health.words}", reason=UNHEALTHY)
         load = Load.read(metrics.body)
         if load.start_time != self._instance:
             await self._get_to_know()
