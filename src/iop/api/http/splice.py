@@ -43,7 +43,14 @@ MODEL_NAME_BYTES_MAX: Final = 512
 """Longest model name; it is looked up, logged and shown."""
 
 _DECODER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A string, the last one whole or not: one that lacks its end is gone over once, not again from each of its quotes."""
+
+_WHOLE_OR_OPEN: Final = re.compile(
+    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|(")[^"\\]*+(?:\\.[^"\\]*+)*+(\\?)\Z', re.DOTALL
+)
+"""The same; of an open one the quote, and the backslash that waits for what it escapes."""
+
 _KEY: Final = re.compile(rb'[ \t\r\n]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
 _NEXT: Final = re.compile(rb"[ \t\r\n]*([,}])")
 _OPEN: Final = re.compile(rb"[ \t\r\n]*\{")
@@ -210,7 +217,7 @@ def exceeds_depth(body: bytes, depth_max: int) -> bool:
 
 
 def brackets_of(text: bytes) -> bytes:
-    """The brackets of JSON that stand in no string; all strings in ``text`` are whole."""
+    """The brackets of JSON that stand in no string."""
     return _STRING.sub(b"", text).translate(None, _NO_BRACKETS)
 
 
@@ -237,11 +244,9 @@ class JsonWatch:
         """Look at more bytes."""
         if self._is_in_string:
             data = (b'"\\' if self._is_escaped else b'"') + data
-        rest = _STRING.sub(b"0", data)
-        head, quote, tail = rest.partition(b'"')
+        head, quote, slash = _WHOLE_OR_OPEN.sub(rb"0\1\2", data).partition(b'"')
         self._is_in_string = bool(quote)
-        slashes = len(tail) - len(tail.rstrip(b"\\")) if quote else 0
-        self._is_escaped = slashes % 2 == 1
+        self._is_escaped = bool(slash)
         self._depth += head.count(b"{") + head.count(b"[") - head.count(b"}") - head.count(b"]")
         if not self._is_begun and (head.strip() or quote):
             self._is_begun = True
