@@ -633,6 +633,8 @@ async def test_hints_that_a_key_may_not_give_are_named_in_the_answer() -> None:
         told = dict(await call.initial_metadata())
         assert "iop-ignored" not in told
         assert told["x-iop-queue-ms"].isdigit()
+        assert told["x-iop-provider"].startswith("p-")
+        assert "n1" not in told["x-iop-provider"]
         call.cancel()
 
 

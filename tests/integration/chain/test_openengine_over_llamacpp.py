@@ -50,6 +50,7 @@ async def site(directory: Path) -> AsyncIterator[Place]:
         assert process.stdout is not None
         async with asyncio.timeout(60):
             endpoint = (await process.stdout.readline()).decode().strip()
+            assert endpoint, "llama.cpp's server did not start"
             config = edge_yaml({"type": "llamacpp", "endpoint": endpoint}, target="sea")
             async with place(directory / "edge", config) as made:
                 yield made

@@ -30,14 +30,21 @@ class AnswerStream:
     Args:
         caller: name of the API key that made the request.
         outputs: how many outputs must finish for the answer to be whole (SF-14).
+        shows_provider: whether the caller is told the opaque name of who serves it (SF-13).
         on_closed: told once, with the stream, when its reader is done.
     """
 
     def __init__(
-        self, *, caller: str, outputs: int, on_closed: Callable[[AnswerStream], None] = lambda _stream: None
+        self,
+        *,
+        caller: str,
+        outputs: int,
+        shows_provider: bool = False,
+        on_closed: Callable[[AnswerStream], None] = lambda _stream: None,
     ) -> None:
         self.caller = caller
         self._outputs = outputs
+        self._shows_provider = shows_provider
         self._on_closed = on_closed
         self._handle: DispatchHandle | None = None
         self._wake = asyncio.Event()
@@ -69,13 +76,10 @@ class AnswerStream:
         told = [("x-iop-queue-ms", str(handle.queue_ms))]
         if handle.queue_position:
             told.append(("x-iop-queue-position", str(handle.queue_position)))
+        if self._shows_provider:
+            told.append(("x-iop-provider", handle.provider_name))
         told.append(("x-request-id", handle.request.request_id))
         return tuple(told)
-
-    @property
-    def provider_name(self) -> str:
-        """Opaque name of who serves it (SF-13); empty before there is anybody."""
-        return "" if self._handle is None else self._handle.provider_name
 
     async def wait_accepted(self) -> None:
         """Wait until the provider has begun; dispatch bounds the wait.

@@ -152,6 +152,7 @@ class EdgePort:
         answer = AnswerStream(
             caller=call.caller,
             outputs=call.sampling.num_sequences or 1,
+            shows_provider=self._find_snapshot().shows_provider,
             on_closed=partial(self._closed, call.request_id),
         )
         live = self._live[call.request_id] = _Live(answer)
