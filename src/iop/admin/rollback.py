@@ -49,11 +49,10 @@ class Rollback:
         touched = [g for g in self._ledger.record.spec.groups if g.group_id in self._ledger.touched_groups()]
         seen = await self._ledger.read_groups(touched)
         for group in touched:
-            if group.group_id in bad:
-                continue
             members = [infos[p] for p in group.participant_ids if p in infos]
-            why = divergence(target, members, seen)
+            why = bad.pop(group.group_id, "") or divergence(target, members, seen)
             if why and self._ledger.has_restarted(group, seen):
+                # What was to be undone, or refused its undo, went with the old process.
                 why = await self.bring_to(target, group, seen, until=until)
             if why:
                 bad[group.group_id] = why

@@ -72,6 +72,9 @@ DISCOVER_RETRY_S: Final = (0.2, 5.0)
 BUSY_RETRY_S: Final = 0.2
 """When a Node has too many steps running, it is asked again after this."""
 
+AWAY_RETRY_S: Final = 0.5
+"""When a Node cannot reach its engine, it is asked again after this: the engine may be starting."""
+
 ABORT_CONFIRM_S: Final = 5.0
 """How long an aborting pause waits for Nodes to confirm the ends of streams before it stops the engine anyway."""
 
@@ -332,6 +335,7 @@ class Participants:
     async def _send(self, call: StepCall, group: Group, report: ProgressSink) -> StepResult:
         """Send the step until one answer is there: the same step again after each reconnect (AD-36, EN-117)."""
         deadline = self._loop.time() + call.timeout_s
+        away_since: float | None = None
         while True:
             left_s = deadline - self._loop.time()
             if left_s <= 0:
@@ -367,6 +371,13 @@ class Participants:
             if answer.refused_code == "busy":
                 await asyncio.sleep(min(BUSY_RETRY_S, left_s))
                 continue
+            if answer.refused_code == "unavailable":
+                # The engine is away, as after a crash; for as long as its Node might be, it may come back (AD-25).
+                now = self._loop.time()
+                away_since = now if away_since is None else away_since
+                if now - away_since < self._snapshot.participant_lost_s:
+                    await asyncio.sleep(min(AWAY_RETRY_S, left_s))
+                    continue
             return self._result(call, group, answer)
 
     def _result(self, call: StepCall, group: Group, answer: AdminStepResult) -> StepResult:
@@ -380,7 +391,7 @@ class Participants:
                     details={"group_id": call.group_id},
                 )
             case "unavailable":
-                return same_failure(call, AdminErrorCode.PARTICIPANT_FAILED, scrub(answer.refused_reason))
+                return same_failure(call, AdminErrorCode.PARTICIPANT_LOST, scrub(answer.refused_reason))
             case _:
                 reason = scrub(answer.refused_reason)
                 return same_failure(call, AdminErrorCode.PARTICIPANT_FAILED, reason, changed=False)

@@ -647,6 +647,23 @@ async def test_a_step_that_is_given_up_goes_on_and_its_repetition_attaches(admin
     assert admin.steps_of(PauseStep) == 1
 
 
+@pytest.mark.clause("AD-36", "AD-12")
+@pytest.mark.parametrize(
+    "body",
+    [pause(), StartProfileStep(profile_id="p", kinds=(ProfilerKind.CPU,), label="")],
+    ids=["pause", "profile"],
+)
+async def test_a_step_that_is_sent_again_with_less_time_left_attaches(admin: AdminRig, body: Step) -> None:
+    call = step_call(admin.adapter, body, operation="op-t")
+    first = await admin.adapter.execute_step(call, lambda _: None)
+    again = await admin.adapter.execute_step(
+        dataclasses.replace(call, timeout_s=call.timeout_s - 1.5), lambda _: None
+    )
+    assert_all_ok(first)
+    assert again == first
+    assert admin.steps_of(type(body)) == 1
+
+
 @pytest.mark.clause("AD-36", "AD-39")
 async def test_a_newer_step_ends_what_the_engine_still_does_for_one_that_was_given_up(
     admin: AdminRig,

@@ -251,6 +251,29 @@ async def test_refusals_of_the_node_become_errors_of_the_core(fleet):
     assert {(o.error.message, o.changed) for o in result.participants} == {("because", False)}
 
 
+@pytest.mark.clause("AD-25", "AD-36")
+async def test_a_step_waits_for_an_engine_that_is_away_as_for_its_node(fleet, monkeypatch):
+    monkeypatch.setattr("iop.edge.participants.AWAY_RETRY_S", 0.001)
+    edge, engine, node = fleet
+    engine.refusal = "unavailable"
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(edge.participants.execute(call(ResumeStep(), step=4), lambda _: None))
+        await eventually(lambda: len(node.steps) > 2)
+        engine.refusal = ""
+    assert {step.step for step in node.steps} == {4}
+    assert all(outcome.error is None for outcome in running.result().participants)
+
+
+@pytest.mark.clause("AD-25")
+async def test_an_engine_that_stays_away_is_lost(fleet, monkeypatch):
+    monkeypatch.setattr("iop.edge.participants.AWAY_RETRY_S", 0.001)
+    edge, engine, _ = fleet
+    edge.apply_snapshot(replace(snapshot_of(ADMINISTERED, FAST, revision=2), participant_lost_s=0.01))
+    engine.refusal = "unavailable"
+    result = await edge.participants.execute(call(ResumeStep()), lambda _: None)
+    assert {o.error.code for o in result.participants} == {AdminErrorCode.PARTICIPANT_LOST}
+
+
 @pytest.mark.clause("AD-41", "AD-39")
 async def test_a_draining_pause_waits_for_the_edges_own_work_before_the_engine_is_told(fleet):
     edge, engine, node = fleet
@@ -334,7 +357,9 @@ async def test_a_reload_that_keeps_the_key_keeps_the_override_and_one_that_chang
         edge.apply_snapshot(replace(edge.snapshot, revision=revision, nodes={KEY.node: node}))
         assert edge.pools.provider_figures(KEY).capacity == expected
     edge.participants.apply_overrides(over)
-    assert edge.pools.provider_figures(KEY).capacity == 9, "said anew after a reload, also if it was said before"
+    assert edge.pools.provider_figures(KEY).capacity == 9, (
+        "said anew after a reload, also if it was said before"
+    )
 
 
 @pytest.mark.clause("AD-35")

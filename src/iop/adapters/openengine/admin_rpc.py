@@ -43,8 +43,10 @@ from iop.admin.results import (
     StopProfileResult,
 )
 from iop.core.errors import (
+    AlreadyExists,
     Cancelled,
     DeadlineExceeded,
+    IopError,
     PreconditionFailed,
     RemoteProtocolError,
     Unavailable,
@@ -138,13 +140,34 @@ class AdminRpc:
     async def start_profile(self, request: StartProfileRequest) -> StartProfileResult:
         """StartProfile; a repetition with the same key answers the same."""
         message = self._codec.encode(request, pb.StartProfileRequest())
-        return self._codec.decode(await self._unary("StartProfile", message), StartProfileResult)
+        try:
+            return self._codec.decode(await self._unary("StartProfile", message), StartProfileResult)
+        except AlreadyExists as exc:
+            result = await self._result_of_key(exc)
+            assert isinstance(result, StartProfileResult), "the key names the step, and the step its kind"
+            return result
 
     async def stop_profile(self, request: StopProfileRequest, *, timeout_s: float) -> StopProfileResult:
         """StopProfile; writing traces may take minutes."""
         message = self._codec.encode(request, pb.StopProfileRequest())
-        answer = await self._unary("StopProfile", message, timeout_s=timeout_s)
+        try:
+            answer = await self._unary("StopProfile", message, timeout_s=timeout_s)
+        except AlreadyExists as exc:
+            result = await self._result_of_key(exc)
+            assert isinstance(result, StopProfileResult), "the key names the step, and the step its kind"
+            return result
         return self._codec.decode(answer, StopProfileResult)
+
+    async def _result_of_key(self, error: AlreadyExists) -> OperationResult:
+        """The result of the operation that an earlier sending of the same step made."""
+        known = _operation_of_key(error)
+        if not known:
+            raise error
+        message = pb.WatchAdminOperationRequest(operation_id=known)
+        try:
+            return await self._follow("WatchOperation", message, lambda _: None)
+        except grpc.aio.AioRpcError as exc:
+            raise error_of(exc) from exc
 
     def read_artifact(self, uri: str) -> Any:
         """The call that streams one of the engine's profile files; its owner reads and cancels it (AD-46)."""
@@ -192,6 +215,10 @@ class AdminRpc:
                 return await self._follow(rpc, message, on_progress)
             except grpc.aio.AioRpcError as exc:
                 error = error_of(exc)
+                known = _operation_of_key(error)
+                if known:
+                    rpc, message = "WatchOperation", pb.WatchAdminOperationRequest(operation_id=known)
+                    continue
                 if not isinstance(error, Unavailable | Cancelled | DeadlineExceeded):
                     raise error from exc
                 _log.info("engine_admin.stream_broken rpc=%s reason=%s", rpc, error.message)
@@ -234,3 +261,14 @@ class AdminRpc:
             return await getattr(self._stub, rpc)(message, metadata=self._metadata, timeout=timeout_s)
         except grpc.aio.AioRpcError as exc:
             raise error_of(exc) from exc
+
+
+def _operation_of_key(error: IopError) -> str:
+    """The operation that the key of a repeated step made.
+
+    A step that is sent again has less time left, and the time that it gives the engine is part of the payload that the
+    key stands for (AD-12). Nothing else of it differs, since the key names the step (AD-36).
+    """
+    if isinstance(error, AlreadyExists) and error.reason == "IDEMPOTENCY_KEY_REUSED":
+        return error.details.get("operation_id", "")
+    return ""
