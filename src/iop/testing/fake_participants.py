@@ -218,6 +218,7 @@ class FakeFleet:
         }
         self.overrides: FileValues = {}
         self.disposition = ChangeDisposition.APPLIED
+        self._infos: dict[ParticipantId, tuple[tuple[object, ...], ParticipantInfo]] = {}
         self._remembered: dict[tuple[str, int, GroupId], StepResult] = {}
         self._last: dict[ParticipantId, tuple[int, int]] = {}
         for group, count in shape.items():
@@ -266,19 +267,25 @@ class FakeFleet:
 
     def participants(self) -> Sequence[ParticipantInfo]:
         """As the driver port says."""
-        return [
-            ParticipantInfo(
-                participant_id=r.participant_id,
-                group_id=r.group_id,
-                capabilities=r.capabilities,
-                models=r.models,
-                aliases=tuple((f"{m}-alias", m) for m in r.models),
-                connected=r.connected,
-                instance=f"{r.instance}.{r.connection}",
+        return [self._info(r) for r in self.ranks.values()]
+
+    def _info(self, rank: FakeRank) -> ParticipantInfo:
+        """Asked for at every turn, so made once for each way in which a rank stands."""
+        stands = (rank.models, rank.capabilities, rank.connected, rank.instance, rank.connection)
+        known = self._infos.get(rank.participant_id)
+        if known is None or known[0] != stands:
+            info = ParticipantInfo(
+                participant_id=rank.participant_id,
+                group_id=rank.group_id,
+                capabilities=rank.capabilities,
+                models=rank.models,
+                aliases=tuple((f"{m}-alias", m) for m in rank.models),
+                connected=rank.connected,
+                instance=f"{rank.instance}.{rank.connection}",
                 engine_name="fake",
             )
-            for r in self.ranks.values()
-        ]
+            known = self._infos[rank.participant_id] = (stands, info)
+        return known[1]
 
     def groups(self) -> frozenset[GroupId]:
         """As the driver port says."""

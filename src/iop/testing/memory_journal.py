@@ -34,10 +34,15 @@ __all__ = ["MemoryJournal", "MemoryStore"]
 
 @dataclasses.dataclass(slots=True)
 class MemoryStore:
-    """What survives a crash: shared by the journals of successive processes."""
+    """What survives a crash: shared by the journals of successive processes.
+
+    Attributes:
+        running: unfinished operations as snapshots show them, without statuses.
+    """
 
     desired: Desired = dataclasses.field(default_factory=Desired)
     records: dict[OperationId, OperationRecord] = dataclasses.field(default_factory=dict)
+    running: dict[OperationId, OperationRecord] = dataclasses.field(default_factory=dict)
     events: dict[OperationId, list[AdminOperationEvent]] = dataclasses.field(default_factory=dict)
     step_records: dict[OperationId, dict[tuple[int, GroupId], StepRecord]] = dataclasses.field(
         default_factory=dict
@@ -89,12 +94,7 @@ class MemoryJournal:
             raise Unavailable("another process took the store over", reason="LEASE_LOST")
 
     def _snapshot(self) -> Snapshot:
-        running = {
-            op: dataclasses.replace(record, statuses={})
-            for op, record in self._store.records.items()
-            if not record.moves.state.is_terminal
-        }
-        return Snapshot(desired=self._store.desired, running=running)
+        return Snapshot(desired=self._store.desired, running=dict(self._store.running))
 
     async def snapshot(self) -> Snapshot:
         """The state now."""
@@ -162,6 +162,10 @@ class MemoryJournal:
         statuses = {**record.statuses, **{s.participant_id: s for s in advance.statuses}}
         record = OperationRecord(spec=record.spec, moves=moves, statuses=statuses)
         self._store.records[operation_id] = record
+        if moves.state.is_terminal:
+            self._store.running.pop(operation_id, None)
+        else:
+            self._store.running[operation_id] = dataclasses.replace(record, statuses={})
         for step in advance.steps:
             self._store.step_records[operation_id][step.step, step.group_id] = step
         if advance.desired is not None:

@@ -315,7 +315,7 @@ class Site:
             async with grpc.aio.insecure_channel(self.fleet.engines[node]["openengine"]) as channel:
                 stub: Any = openengine_pb2_grpc.ControlStub(channel)
                 info = await stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=30)
-            told.add(info.runtime_capabilities.max_running_requests)
+            told.add(info.capacity.max_running_requests)
         return told
 
     async def is_as_told(self) -> bool:
