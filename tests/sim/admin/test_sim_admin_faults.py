@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import pytest
 from admin_checks import OPERATIONS, at_rest, check_at_rest, opts, prepare
@@ -30,6 +31,28 @@ STEPS = {
     "stop_profile": ("StopProfileStep",),
     "reconfigure": ("ReconfigureStep",),
 }
+
+
+class Cell(NamedTuple):
+    """One fault at one step of one operation on one rank."""
+
+    name: str
+    step: str
+    kind: FaultKind
+    rank: str
+    is_once: bool
+
+
+CELLS = tuple(
+    Cell(name, step, kind, rank, is_once)
+    for name in OPERATIONS
+    for step in STEPS[name]
+    for kind in FaultKind
+    # A wrong digest is a fault of the step that puts weights in place.
+    if kind is not FaultKind.WRONG_DIGEST or step == "ApplyWeightsStep"
+    for rank in ("a/0", "a/1", "b/0", "b/1")
+    for is_once in (True, False)
+)
 UNDO = {
     "pause": "ResumeStep",
     "release": "RestoreStep",
@@ -42,10 +65,25 @@ UNDO = {
 @pytest.mark.parametrize("kind", list(FaultKind))
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_fault_at_any_step_ends_consistent_or_quarantined(name: str, kind: FaultKind) -> None:
-    for step in STEPS[name]:
-        for rank in ("a/0", "b/1"):
-            for is_once in (True, False):
-                _one_fault(name, kind, step, rank, is_once=is_once)
+    for cell in CELLS:
+        if (cell.name, cell.kind) == (name, kind):
+            _one_fault(name, kind, cell.step, cell.rank, is_once=cell.is_once)
+
+
+def test_the_matrix_has_every_step_that_an_operation_sends() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        for name in OPERATIONS:
+            inner = AdminWorld({"a": 2, "b": 2})
+            async with inner.server():
+                request = await prepare(inner, name)
+                inner.fleet.calls.clear()
+                await inner.run(request)
+                sent = [type(c.body).__name__ for c in inner.fleet.calls if c.group_id == "a"]
+                assert tuple(s for s in sent if s != "JudgeReconfigureStep") == STEPS[name]
+
+    run_world(scenario)
+    assert {cell.rank for cell in CELLS} == {"a/0", "a/1", "b/0", "b/1"}
+    assert len(CELLS) == 648
 
 
 def _one_fault(name: str, kind: FaultKind, step: str, rank: str, *, is_once: bool) -> None:

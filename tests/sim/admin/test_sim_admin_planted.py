@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from admin_checks import OPERATIONS, at_rest, check_at_rest, pause, prepare, update
+from planted_promises import PROMISES
 
 from iop.admin import core as core_module
 from iop.admin import crew, executor, planner, recovery, rollback, settle
@@ -176,6 +177,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[AdminWo
         lambda w: faulty(w, "update", FaultKind.WRONG_DIGEST, "ApplyWeightsStep"),
     ),
     "rolls back after commit": (roll_back_after_commit, lambda w: crashing(w, "update", range(15, 40))),
+    **PROMISES,
 }
 
 
