@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -37,7 +36,15 @@ async def test_death_at_any_write_leaves_each_operation_one_end(where: str, tmp_
 @pytest.mark.clause("AD-12", "AD-20", "AD-21", "AD-26", "AD-35")
 async def test_an_engine_that_dies_within_an_update_comes_back_all_old_or_all_new(tmp_path: Path) -> None:
     async with Site(tmp_path, is_fleet=False).running() as site:
-        ends = await sweep(
-            site, "update", DEATHS["engine alone"], points=itertools.islice(range(2, 17, 7), 3)
-        )
+        ends = await sweep(site, "update", DEATHS["engine alone"], points=range(2, 17, 7))
         assert ends.total() == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.clause("AD-12", "AD-20", "AD-21", "AD-25", "AD-26", "AD-31", "AD-35")
+async def test_edge_and_engine_die_within_a_release_and_it_has_one_end(tmp_path: Path) -> None:
+    async with Site(tmp_path, is_fleet=True).running() as site:
+        for death in DEATHS.values():
+            ends = await sweep(site, "release", death, points=(7, 12))
+            assert ends.total() == 2
