@@ -58,6 +58,7 @@ from iop.edge.snapshot import EdgeSnapshot
 from iop.edge.traces import RequestTrace
 from iop.net.ports import EdgeConnection, OutboundStream
 from iop.obs.tracing import Tracer
+from iop.wire import run_metadata
 from iop.wire.messages import CancelReason, RunRequest, TunnelRequest
 
 __all__ = ["DispatchHandle", "Dispatcher"]
@@ -414,7 +415,7 @@ class Dispatcher:
                         metadata=(
                             hop_metadata(call.metadata, handle.request, self._instance)
                             if target.adapter_type == "openengine"
-                            else call.metadata
+                            else {run_metadata.REQUEST_ID: str(handle.request.request_id), **call.metadata}
                         ),
                         session_id=call.session_id,
                         timeout_sec=timeout_sec,

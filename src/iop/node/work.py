@@ -21,6 +21,7 @@ from iop.net.ports import InboundRun, InboundTunnel
 from iop.node.providers import Provider, ProviderSet
 from iop.node.traces import TracedRun, TracedTunnel
 from iop.obs.tracing import Tracer
+from iop.wire import run_metadata
 from iop.wire.messages import (
     ArtifactRequest,
     CancelReason,
@@ -41,6 +42,10 @@ _HOLDS_OFF: Final = frozenset(
     {CancelReason.CLIENT_GONE, CancelReason.TIMEOUT, CancelReason.EDGE_SHUTDOWN, CancelReason.CONNECTION_LOST}
 )
 """Cancels that wait for a frozen engine's safe point; an operator's abort and our own shutdown do not."""
+
+
+_ORDINARY: Final = frozenset({"", StreamErrorCode.CANCELLED.value})
+"""Ends that are no news."""
 
 
 class _Hold:
@@ -80,7 +85,7 @@ class _Hold:
 class HeldTunnel(_Hold):
     """A tunnel as its adapter sees it."""
 
-    __slots__ = ("_tunnel", "body", "end", "fail", "request", "send_body", "send_usage", "start")
+    __slots__ = ("_tunnel", "body", "end", "request", "send_body", "send_usage", "start")
 
     def __init__(
         self, work: NodeWork, provider: Provider, tunnel: InboundTunnel, *, session_id: str, is_long: bool
@@ -93,13 +98,22 @@ class HeldTunnel(_Hold):
         self.start = tunnel.start
         self.send_body = tunnel.send_body
         self.send_usage = tunnel.send_usage
-        self.end = tunnel.end
-        self.fail = tunnel.fail
+        # Who asks for details pays for them.
+        self.end = self._end_and_log if _log.isEnabledFor(logging.DEBUG) else tunnel.end
 
     @property
     def credit_bytes(self) -> int:
         """As the connection has it."""
         return self._tunnel.credit_bytes
+
+    def fail(self, error: StreamError) -> None:
+        """Log, and hand on."""
+        _log_end(self.request, _request_id(self.request), error.code)
+        self._tunnel.fail(error)
+
+    def _end_and_log(self) -> None:
+        _log_end(self.request, _request_id(self.request), "")
+        self._tunnel.end()
 
     def bind(self, *, on_cancel: Callable[[CancelReason], None], on_writable: Callable[[], None]) -> None:
         """Put ourselves before the adapter's cancel."""
@@ -144,7 +158,12 @@ class HeldRun(_Hold):
 
     def emit(self, event: RunEvent) -> None:
         """Hand on, and remember the end."""
-        self.is_terminal = self.is_terminal or event.type.is_terminal
+        if event.type.is_terminal and not self.is_terminal:
+            self.is_terminal = True
+            code = "" if event.error is None else event.error.code
+            if event.type is RunEventType.CANCELLED:
+                code = StreamErrorCode.CANCELLED.value
+            _log_end(self.request, self.request.metadata.get(run_metadata.REQUEST_ID, ""), code)
         self._run.emit(event)
 
 
@@ -333,6 +352,31 @@ class NodeWork:
             if traced is not None:
                 traced.close()
             held.on_done()
+
+
+def _request_id(request: TunnelRequest) -> str:
+    """The id that the caller knows, as the Edge sends it to the engine."""
+    for name, value in request.headers:
+        if name.lower() == b"x-request-id":
+            return value.decode("ascii", "replace")
+    return ""
+
+
+def _log_end(request: TunnelRequest | RunRequest, request_id: str, code: str) -> None:
+    """Tell how a stream ended, under the ids of the Edge's own line (SF-32); ordinary ends only to who asks."""
+    level = logging.DEBUG if code in _ORDINARY else logging.INFO
+    if _log.isEnabledFor(level):
+        _log.log(
+            level,
+            "stream.ended",
+            extra={
+                "request_id": request_id,
+                "run_id": request.run_id,
+                "adapter": request.adapter,
+                "target": request.target,
+                "error": code,
+            },
+        )
 
 
 def _is_side_work(request: TunnelRequest) -> bool:

@@ -251,3 +251,46 @@ async def test_a_collector_that_is_away_costs_callers_nothing_and_the_exit_littl
                 assert status == 200
         closing_at = loop.time()
     assert loop.time() - closing_at < 4.0
+
+
+# ---- logs ----
+
+
+@pytest.mark.clause("SF-32")
+@pytest.mark.parametrize("is_ollama", [False, True], ids=["tunnel", "run"])
+@pytest.mark.parametrize("is_broken", [False, True], ids=["whole", "broken"])
+async def test_one_request_id_stands_in_the_logs_of_edge_and_node_and_reaches_the_engine(
+    is_ollama: bool, is_broken: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def script(call: StubCall) -> None:
+        if is_broken:
+            await call.write(b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{")
+            call.close()
+        elif is_ollama:
+            line = {"message": {"content": "hi"}, "done": True, "done_reason": "stop"}
+            await call.write(whole_answer(json.dumps(line).encode() + b"\n"))
+        else:
+            await call.write(whole_answer(b"{}"))
+
+    with caplog.at_level("INFO" if is_broken else "DEBUG", logger="iop"):
+        async with fleet_of(is_ollama=is_ollama) as fleet:
+            fleet.stub.script = script
+            caller = await fleet.call()
+            await caller.send(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: e\r\nX-Request-Id: mine-9\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+            )
+            await eventually(lambda: fleet.outcome("mine-9") is not None)
+            told = fleet.stub.calls[0].headers
+    lines = {
+        record.message: record.__dict__
+        for record in caplog.records
+        if record.message in {"request.ended", "stream.ended"}
+    }
+    assert set(lines) == {"request.ended", "stream.ended"}
+    assert {line["request_id"] for line in lines.values()} == {"mine-9"}
+    assert len({line["run_id"] for line in lines.values()}) == 1
+    assert lines["stream.ended"]["error"] == ("upstream_truncated" if is_broken else "")
+    assert not any("secret" in str(line) for line in lines.values())
+    if not is_ollama:
+        assert told[b"x-request-id"] == b"mine-9"
