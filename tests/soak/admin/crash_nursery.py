@@ -8,6 +8,7 @@ shared.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import random
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+
+PR_SET_PDEATHSIG = 1
 
 
 class Forked:
@@ -138,6 +141,8 @@ def _become_part(order: Mapping[str, Any]) -> None:
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
+        # Whoever ends the tests, however, ends the nursery; nothing of it outlives that.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         output = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for fd in (1, 2):
             os.dup2(output, fd)

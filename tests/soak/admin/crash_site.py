@@ -319,27 +319,39 @@ class Site:
         return told
 
     async def is_as_told(self) -> bool:
-        """Whether pauses, releases and versions are so at the engines, and callers meet them so; `seen` says how."""
+        """Whether pauses, releases and versions are so at the engines, and callers meet them so; `seen` says how.
+
+        A resume or a restore that failed at one engine keeps what it did at the other (AD-29).
+        """
         async with self.client() as client:
             profile = await client.profile()
-        told = bool(profile.pauses), bool(profile.releases)
+        paused = {p for pause in profile.pauses for p in pause.participant_ids}
+        released = {p for release in profile.releases for p in release.participant_ids}
         versions = {p.weight_version for p in profile.participants}
         self.seen = [(p.state.name, p.quarantine_reason, p.weight_version) for p in profile.participants]
         if any(p.quarantined or p.state.name == "OFFLINE" for p in profile.participants):
             return False
-        if len(versions) != 1 or any((p.paused, p.released) != told for p in profile.participants):
+        ids = {p.info.participant_id for p in profile.participants}
+        if len(versions) != 1 or not released <= paused <= ids:
             return False
+        for participant in profile.participants:
+            one = participant.info.participant_id
+            if (participant.paused, participant.released) != (one in paused, one in released):
+                return False
         for node in self.nodes if self.is_fleet else ():
+            one = f"{node}/main/0"
             async with self.fleet.engine_client(node) as engine:
                 own = await engine.profile()
             self.seen += [(node, p.paused, p.released, p.weight_version) for p in own.participants]
-            if {(p.paused, p.released, p.weight_version) for p in own.participants} != {(*told, *versions)}:
+            if {(p.paused, p.released, p.weight_version) for p in own.participants} != {
+                (one in paused, one in released, *versions)
+            }:
                 return False
             kinds = {kind for release in own.releases for kind in release.kinds}
-            if kinds != {kind for release in profile.releases for kind in release.kinds}:
+            if kinds != (set(RELEASED) if one in released else set()):
                 return False
         answer = await self.say()
         self.seen += [(answer.status, answer.error, answer.text)]
-        if profile.pauses:
+        if paused == ids:
             return bool(answer.status == 503)
         return bool(answer.status == 200 and answer.text == self.texts[next(iter(versions))])
