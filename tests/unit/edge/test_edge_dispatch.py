@@ -483,7 +483,7 @@ async def test_a_provider_that_takes_runs_gets_a_run_under_the_same_lease(make_e
 
     handle = await edge.dispatcher.dispatch(request_of("fast", request_id="r1"), prepare)
     stream = node.streams[0]
-    assert dict(stream.request.metadata) == {"who": "me"}
+    assert dict(stream.request.metadata) == {"who": "me", "iop-request-id": "r1"}
     stream.emit(RunEvent(type=RunEventType.START))
     stream.emit(RunEvent(type=RunEventType.DELTA, delta="hi"))
     stream.emit(RunEvent(type=RunEventType.COMPLETE, usage=Usage(prompt_tokens=2, completion_tokens=1)))
