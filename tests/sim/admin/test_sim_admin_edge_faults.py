@@ -1,4 +1,4 @@
-"""The matrix of faults at the Edge: every step, fault and rank, over Nodes, in the words of the wire (AD-30 to AD-39)."""
+"""Faults at the Edge: every step, fault and rank, over Nodes, in the words of the wire (AD-30 to AD-39)."""
 
 from __future__ import annotations
 
