@@ -121,7 +121,8 @@ def _whole_groups(selected: Iterable[ParticipantInfo], everybody: Sequence[Parti
 def _named(names: Iterable[str], participants: Sequence[ParticipantInfo]) -> Selection:
     known = {p.participant_id: p for p in participants}
     ids = [ParticipantId(name) for name in names]
-    unknown = sorted(p for p in ids if p not in known)
+    away = [name for name in ids if name not in known and _is_of_untold_group(name, participants)]
+    unknown = sorted(p for p in ids if p not in known and p not in away)
     if unknown:
         raise NotFound(
             f"no such participant: {', '.join(unknown)}",
@@ -130,7 +131,7 @@ def _named(names: Iterable[str], participants: Sequence[ParticipantInfo]) -> Sel
         )
     wanted = set(ids)
     chosen: list[ParticipantInfo] = []
-    offline: list[ParticipantId] = []
+    offline: list[ParticipantId] = list(away)
     split: list[ParticipantId] = []
     for members in by_group(participants).values():
         named = [p for p in members if p.participant_id in wanted]
@@ -141,6 +142,14 @@ def _named(names: Iterable[str], participants: Sequence[ParticipantInfo]) -> Sel
         offline.extend(p.participant_id for p in members if not p.connected)
         chosen.extend(named)
     return Selection(chosen=tuple(chosen), offline=tuple(offline), split=tuple(split))
+
+
+def _is_of_untold_group(name: str, participants: Sequence[ParticipantInfo]) -> bool:
+    """Whether a name may be a member of a group whose members nobody has told yet: it stands under its own id."""
+    return any(
+        not p.connected and p.participant_id == p.group_id and name.startswith(f"{p.group_id}/")
+        for p in participants
+    )
 
 
 def check_participants(selection: Selection) -> None:

@@ -25,7 +25,7 @@ from iop.admin.enums import (
 )
 from iop.admin.overrides import FileValues
 from iop.admin.participant import AdmissionGate, ProgressSink
-from iop.admin.profile import ParticipantInfo
+from iop.admin.profile import Capabilities, ParticipantInfo
 from iop.admin.requests import ServingValue
 from iop.admin.steps import (
     ParticipantOutcome,
@@ -217,12 +217,15 @@ class Participants:
     # ---- ParticipantDriver ----
 
     def participants(self) -> Sequence[ParticipantInfo]:
-        """All ranks ever told by configured providers, connected or not, in config order."""
+        """All ranks told by configured providers, connected or not, in config order.
+
+        A provider that has told none since this Edge started stands for them, offline, under its group's id.
+        """
         return [
             # The join count makes a member that went and came back between two looks a newcomer all the same (AD-35).
             replace(info, connected=group.is_current, instance=f"{info.instance}.{group.joined}")
             for group in self._groups.values()
-            for info in group.infos.values()
+            for info in (group.infos.values() or (self._untold(group.key),))
         ]
 
     def groups(self) -> frozenset[GroupId]:
@@ -512,6 +515,13 @@ class Participants:
         group.versions = {p: version for p, version in group.versions.items() if p in new}
         self._set_gates({group.key: group.gate()})
         self._notify()
+
+    def _untold(self, key: ProviderKey) -> ParticipantInfo:
+        group = group_id(key)
+        nothing = ParticipantInfo(
+            participant_id=ParticipantId(group), group_id=group, capabilities=Capabilities()
+        )
+        return replace(self._renamed(nothing, nothing.participant_id, key), connected=False)
 
     def _renamed(self, info: ParticipantInfo, ours: ParticipantId, key: ProviderKey) -> ParticipantInfo:
         models = self._snapshot.models_of(key)

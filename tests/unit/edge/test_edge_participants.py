@@ -150,7 +150,7 @@ async def fleet(make_edge):
     edge = await make_edge(snapshot_of(ADMINISTERED, FAST))
     engine = EngineBehind()
     node = connect(edge, engine)
-    await eventually(edge.participants.participants)
+    await eventually(lambda: edge.participants.participants()[0].connected)
     await edge.participants.apply_gates(dict.fromkeys(RANKS, OPEN))
     return edge, engine, node
 
@@ -160,7 +160,9 @@ async def test_a_node_that_came_takes_nothing_until_every_rank_was_opened(make_e
     edge = await make_edge(snapshot_of(ADMINISTERED, FAST))
     changes = []
     edge.participants.attach(lambda: changes.append(len(edge.participants.participants())))
-    assert edge.participants.participants() == []
+    (untold,) = edge.participants.participants()
+    assert (untold.participant_id, untold.group_id, untold.connected) == (GROUP, GROUP, False)
+    assert (untold.models, untold.node, untold.provider) == (("fast",), "n1", "main")
     node = connect(edge, EngineBehind())
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink())))
