@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 TOOL: Final = "nvidia-smi"
 TIMEOUT_S: Final = 5.0
+POLL_S: Final = 0.1
 
 
 async def device_bytes_used() -> int | None:
@@ -39,3 +41,18 @@ async def device_bytes_used() -> int | None:
     if process.returncode or not lines or not all(line.isdigit() for line in lines):
         return None
     return sum(map(int, lines)) * 1024 * 1024
+
+
+async def freed_since(before: int, used: Callable[[], Awaitable[int | None]], *, within_s: float) -> int:
+    """How many bytes fewer are in use than ``before``, as soon as it is any; else, at the end, none or less."""
+    freed = 0
+    try:
+        async with asyncio.timeout(within_s):
+            while freed <= 0:
+                after = await used()
+                freed = before - (after if after is not None else before)
+                if freed <= 0:
+                    await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        pass
+    return freed

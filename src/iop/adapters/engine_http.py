@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from urllib.parse import urlencode
@@ -106,10 +106,15 @@ class EngineHttp:
         await self._upstream.aclose()
 
     async def get(
-        self, path: str, query: Mapping[str, str] | None = None, *, timeout_s: float = QUESTION_TIMEOUT_S
+        self,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        *,
+        headers: Sequence[Header] = (),
+        timeout_s: float = QUESTION_TIMEOUT_S,
     ) -> EngineAnswer:
         """Ask. Raises Unavailable, DeadlineExceeded, RemoteProtocolError or Overloaded."""
-        return await self._ask(b"GET", path, query or {}, (), timeout_s)
+        return await self._ask(b"GET", path, query or {}, (), headers, timeout_s)
 
     async def get_all(self, *paths: str) -> list[EngineAnswer]:
         """Ask several things at once: a busy server takes as long for all as for one. Raises as :meth:`get`."""
@@ -129,6 +134,7 @@ class EngineHttp:
         body: object | None = None,
         *,
         query: Mapping[str, str] | None = None,
+        headers: Sequence[Header] = (),
         timeout_s: float = QUESTION_TIMEOUT_S,
     ) -> EngineAnswer:
         """Tell, once: what broke off is never sent again. ``body`` is sent as JSON; absent: none at all.
@@ -136,7 +142,7 @@ class EngineHttp:
         Raises as :meth:`get`; after any of these the effect is not known.
         """
         content = () if body is None else (msgspec.json.encode(body),)
-        return await self._ask(b"POST", path, query or {}, content, timeout_s)
+        return await self._ask(b"POST", path, query or {}, content, headers, timeout_s)
 
     async def _ask(
         self,
@@ -144,9 +150,10 @@ class EngineHttp:
         path: str,
         query: Mapping[str, str],
         content: tuple[bytes, ...],
+        more: Sequence[Header],
         timeout_s: float,
     ) -> EngineAnswer:
-        headers = list(self._headers)
+        headers = [*self._headers, *more]
         if content:
             headers.append((b"Content-Type", b"application/json"))
         target = f"{path}?{urlencode(query)}" if query else path

@@ -18,7 +18,7 @@ from typing import ClassVar, Final
 import msgspec
 
 from iop.adapters.base import AdapterServices
-from iop.adapters.device_memory import device_bytes_used
+from iop.adapters.device_memory import device_bytes_used, freed_since
 from iop.adapters.gate_control import (
     ENGINE,
     GATE_MODES,
@@ -268,19 +268,9 @@ class OllamaControl(NativeControl):
         """Measured at the device; its own figures are estimates (AD-43)."""
         if before is None:
             return ()
-        freed = 0
-
-        async def has_shown() -> bool:
-            nonlocal freed
-            after = await self._device_memory()
-            freed = before - (after if after is not None else before)
-            return freed > 0
-
-        try:
-            async with asyncio.timeout(FREED_TIMEOUT_S):
-                await self._until(has_shown)
-        except TimeoutError:
-            raise not_verified("the model is no longer listed, but no device memory was freed") from None
+        freed = await freed_since(before, self._device_memory, within_s=FREED_TIMEOUT_S)
+        if freed <= 0:
+            raise not_verified("the model is no longer listed, but no device memory was freed")
         return (ResourceAmount(participant_id=ENGINE, kind=ResourceKind.WEIGHTS, bytes=freed),)
 
     def _load_of_ours(self) -> int:

@@ -81,8 +81,7 @@ async def test_a_client_that_leaves_frees_its_slot_within_a_second(
     stream = await client.chat.completions.create(
         model="fast", messages=QUESTION, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
     )
-    async for _ in stream:
-        break
+    await anext(stream)
     assert await busy_slots(gemma) == 1
     await stream.close()
     async with asyncio.timeout(1.0):
@@ -97,8 +96,7 @@ async def test_pause_flush_and_resume_reach_it(
     stream = await client.chat.completions.create(
         model="fast", messages=QUESTION, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
     )
-    async for _ in stream:
-        break
+    await anext(stream)
     busy = await fleet.operate(flush())
     assert busy.state is AdminOperationState.FAILED
     paused = await fleet.operate(pause(PauseMode.ABORT))

@@ -73,14 +73,14 @@ async def test_the_official_clients_get_everything_that_the_engine_can(sea: Engi
 async def test_cancel_pause_and_flush_reach_the_engine(endless: EngineFleet, llamacpp: Engine) -> None:
     async with openai.AsyncOpenAI(base_url=f"{endless.base_url}/v1", api_key="none", max_retries=0) as client:
         stream = await client.chat.completions.create(model="fast", messages=HELLO, stream=True)  # type: ignore[arg-type]
-        await anext(aiter(stream))
+        await anext(stream)
         assert await busy_slots(llamacpp) == 1
         await stream.close()
         async with asyncio.timeout(1.0):
             while await busy_slots(llamacpp):
                 pass
         stream = await client.chat.completions.create(model="fast", messages=HELLO, stream=True)  # type: ignore[arg-type]
-        await anext(aiter(stream))
+        await anext(stream)
         busy = await endless.operate(flush())
         assert busy.state is AdminOperationState.FAILED
         assert "at work" in str(busy.error)

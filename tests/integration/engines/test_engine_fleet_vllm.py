@@ -42,7 +42,7 @@ async def begin(client: openai.AsyncOpenAI, tokens: int) -> Stream:
         stream=True,
         stream_options={"include_usage": True},
     )
-    await anext(aiter(stream))
+    await anext(stream)
     return stream
 
 

@@ -31,7 +31,7 @@ from iop.admin.requests import PauseSpec
 from iop.admin.steps import FlushStep, PauseStep, ReleaseStep, RestoreStep, ResumeStep, Step, StepResult
 from iop.core.errors import PreconditionFailed
 from iop.testing import adapter_suite
-from iop.testing.adapter_suite import assert_all_ok, eventually, step_call
+from iop.testing.adapter_suite import TunnelRecorder, assert_all_ok, eventually, step_call
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(180)]
 
@@ -75,7 +75,7 @@ async def harness(router: LlamaServer) -> AsyncIterator[RouterHarness]:
         yield RouterHarness(adapter, "llamacpp", router)
 
 
-async def chat(adapter: Adapter, model: str, **more: object) -> adapter_suite.TunnelRecorder:
+async def chat(adapter: Adapter, model: str, **more: object) -> TunnelRecorder:
     return await ask(adapter, {"model": model, "messages": HELLO, "temperature": 0, **more})
 
 
@@ -211,14 +211,18 @@ async def test_a_server_told_to_end_hangs_on_its_stream_and_a_second_signal_ends
     single: LlamaServer,
 ) -> None:
     async with running(config_of("llamacpp", single.endpoint, "endless")) as adapter:
-        tunnel = begin(adapter, {"messages": HELLO, "stream": True, "max_tokens": -1})
-        await eventually(lambda: bool(tunnel.pieces), within_s=30)
+        body = json.dumps({"messages": HELLO, "stream": True, "max_tokens": -1}).encode()
+        # Its caller does not read on, so that it cannot end before the signals come.
+        tunnel = TunnelRecorder(adapter_suite.tunnel_request(), (body,), window_bytes=16_384)
+        adapter.open_tunnel(tunnel, tunnel.on_done)
+        await eventually(lambda: tunnel.credit_bytes <= 0, within_s=30)
         single.process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             await asyncio.to_thread(single.process.wait, 1.0)
         assert not tunnel.is_terminal
         single.process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(single.process.wait, 5.0)
+        tunnel.grant(1 << 30)
         await tunnel.finished()
         assert tunnel.error is not None
         assert tunnel.error.code == "upstream_truncated"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar, Final
 
 import msgspec
@@ -159,6 +160,7 @@ class SglangControl(NativeControl):
         self._released: frozenset[ResourceKind] | None = None
         self._retention: WeightRetention | None = None
         self._previous: tuple[str, str, str] = ("", "", "")
+        self._startup_source: DiskSource | None = None
 
     # ---- looking ----
 
@@ -174,6 +176,9 @@ class SglangControl(NativeControl):
             self._paths = frozenset(api.read(_OpenApi).paths) if api.is_ok else frozenset()
             info = await self._http.get("/server_info", timeout_s=INFO_TIMEOUT_S)
             self._info = info.read(_ServerInfo) if info.is_ok else _ServerInfo()
+            path = self._model.model_path
+            if path.startswith("/") and await asyncio.to_thread(Path(path).is_dir):
+                self._startup_source = DiskSource(path=path, format=WeightFormat.SAFETENSORS)
         ready = await self._http.get("/ready")
         self._is_paused = ready.status == 503 and (await self._http.get("/ping")).is_ok
         if self._is_paused:
@@ -191,7 +196,7 @@ class SglangControl(NativeControl):
             in_flight=sum(each.num_running_reqs for each in loads),
             queued=sum(each.num_waiting_reqs for each in loads),
             missing=missing,
-            startup_source=None,
+            startup_source=self._startup_source,
         )
 
     def _offered(self) -> tuple[Capabilities, dict[Op, str]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from iop.adapters.base import AdapterServices, TunnelStream
-from iop.adapters.device_memory import device_bytes_used
+from iop.adapters.device_memory import device_bytes_used, freed_since
 from iop.adapters.gate_control import (
     ENGINE,
     Offer,
@@ -373,19 +373,9 @@ class VllmControl(NativeControl):
         """Measured at the device, under the first kind, since it does not tell them apart (AD-43)."""
         if before is None:
             return ()
-        freed = 0
-
-        async def has_shown() -> bool:
-            nonlocal freed
-            after = await self._device_memory()
-            freed = before - (after if after is not None else before)
-            return freed > 0
-
-        try:
-            async with asyncio.timeout(FREED_TIMEOUT_S):
-                await self._until(has_shown)
-        except TimeoutError:
-            raise not_verified("the engine says that it sleeps, but no device memory was freed") from None
+        freed = await freed_since(before, self._device_memory, within_s=FREED_TIMEOUT_S)
+        if freed <= 0:
+            raise not_verified("the engine says that it sleeps, but no device memory was freed")
         return (ResourceAmount(participant_id=ENGINE, kind=min(kinds), bytes=freed),)
 
     async def _restore(self, call: StepCall, step: RestoreStep) -> StepResult:
