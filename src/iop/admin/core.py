@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from iop.admin import planner
@@ -19,6 +19,7 @@ from iop.admin.desired import OverrideRecord
 from iop.admin.enums import AdminErrorCode, AdminOperationKind, CancelDisposition
 from iop.admin.executor import Executor, ExecutorPorts, ExecutorTiming
 from iop.admin.gates import gates_of
+from iop.admin.intent import sourced
 from iop.admin.journal import Advance, AuditEntry, Journal, KeyClaim
 from iop.admin.judging import judge_changes
 from iop.admin.listing import PAGE_SIZE_MAX, decode_page_token, encode_page_token
@@ -38,7 +39,7 @@ from iop.admin.profile import AdminLimits, AdminProfile, ParticipantInfo
 from iop.admin.profiles import profile_of
 from iop.admin.reconciler import Reconciler, ReconcilerTiming
 from iop.admin.records import OperationRecord, view_of
-from iop.admin.requests import ListOperationsRequest, MutationRequest, kind_of
+from iop.admin.requests import DiskSource, ListOperationsRequest, MutationRequest, kind_of
 from iop.admin.results import (
     AdminError,
     AdminOperation,
@@ -602,6 +603,23 @@ class AdminCore:
             limits=self._limits,
             seen=self._reconciler.last_seen,
         )
+
+    async def weight_sources(self) -> Mapping[str, tuple[str, DiskSource]]:
+        """By model: the version in force, and the files that it can be read from again, where there are such.
+
+        For whoever operates this server in turn, and must be able to put back what it replaces (AD-32).
+        """
+        snapshot = await self._journal.snapshot()
+        participants = self._driver.participants()
+        found = {
+            model: sourced(record, [p for p in participants if model in p.models])
+            for model, record in snapshot.desired.weights.items()
+        }
+        return {
+            model: (record.version, record.source)
+            for model, record in found.items()
+            if record is not None and isinstance(record.source, DiskSource)
+        }
 
     async def overrides(self) -> Sequence[OverrideRecord]:
         """Reconfigured values that hold over the file's as it is now (AD-47). For whoever explains the config."""

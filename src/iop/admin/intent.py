@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 from iop.admin.desired import (
@@ -102,6 +102,19 @@ def rereadable(weights: WeightRecord | None) -> WeightSource | None:
     return weights.source
 
 
+def sourced(weights: WeightRecord | None, participants: Iterable[ParticipantInfo]) -> WeightRecord | None:
+    """Weights with the source that an operation over these participants could put them back from.
+
+    What an operation published has its own source. Of weights that engines came with, only they can tell it; it counts
+    when all of them tell the same one, since a step goes to all of them alike.
+    """
+    if weights is None or weights.operation_id:
+        return weights
+    told = [p.startup_source for p in participants]
+    common = told[0] if told and all(source == told[0] for source in told) else None
+    return dataclasses.replace(weights, source=common)
+
+
 def intent_of(
     request: MutationRequest,
     principal: Principal,
@@ -158,7 +171,7 @@ def _weights_of(selection: Selection | None, desired: Desired) -> WeightRecord |
     """The one model's weights that the selection serves; None when several or unknown."""
     models = {m for p in (selection.chosen if selection else ()) for m in p.models}
     found = [desired.weights[m] for m in sorted(models) if m in desired.weights]
-    return found[0] if len(found) == 1 else None
+    return sourced(found[0], selection.chosen) if selection is not None and len(found) == 1 else None
 
 
 def _updating(
@@ -171,7 +184,7 @@ def _updating(
     if intent.selection is None:
         return intent
     (model,) = public_models((request.model,), participants)
-    weights = desired.weights.get(model)
+    weights = sourced(desired.weights.get(model), intent.selection.chosen)
     can_hold = all(p.capabilities.holds_previous_weights for p in intent.selection.chosen)
     has_source = rereadable(weights) is not None
     return dataclasses.replace(

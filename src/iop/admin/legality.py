@@ -157,7 +157,7 @@ def _release_refusals(
             details={"kinds": ",".join(already)},
         )
     if intent.is_irreversible:
-        yield _irreversible("the weights could not be reloaded; offload them instead")
+        yield _irreversible("the weights could not be reloaded; offload them instead", intent)
 
 
 def _update_refusals(request: UpdateWeightsRequest, intent: Intent, desired: Desired) -> Iterator[IopError]:
@@ -172,11 +172,31 @@ def _update_refusals(request: UpdateWeightsRequest, intent: Intent, desired: Des
             details={"pause_epochs": ",".join(map(str, sorted(frozen)))},
         )
     if intent.is_irreversible and not request.allow_irreversible:
-        yield _irreversible("the published weights could not be put back; set allow_irreversible to go on")
+        yield _irreversible(
+            "the weights in place could not be put back if the update failed; set allow_irreversible to go on",
+            intent,
+        )
 
 
-def _irreversible(why: str) -> PreconditionFailed:
-    return PreconditionFailed(why, reason="IRREVERSIBLE")
+def _irreversible(why: str, intent: Intent) -> PreconditionFailed:
+    """Refuse, and say what would make it reversible where that is known."""
+    assert intent.selection is not None
+    if intent.weights is None or intent.weights.operation_id:
+        return PreconditionFailed(why, reason="IRREVERSIBLE")
+    told = {p.participant_id: p.startup_source for p in intent.selection.chosen}
+    silent = sorted(p for p, source in told.items() if source is None)
+    if silent:
+        remedy = (
+            f"{', '.join(silent)} do not tell where the weights that they serve can be read again: write it into the"
+            " config as weights_source of their adapter"
+        )
+    else:
+        remedy = "the engines tell different places where the weights that they serve can be read again"
+    return PreconditionFailed(
+        f"{why}; {remedy}",
+        reason="IRREVERSIBLE",
+        details={"participants": ",".join(silent or sorted(told)), "key": "weights_source"},
+    )
 
 
 def superseded_by(

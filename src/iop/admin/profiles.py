@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from iop.admin.capability import cancellable_kinds, union_of
 from iop.admin.desired import Desired, covering_pauses, released_kinds
-from iop.admin.intent import rereadable
+from iop.admin.intent import rereadable, sourced
 from iop.admin.profile import (
     ActivePause,
     ActiveRelease,
@@ -76,7 +76,7 @@ def _weights(desired: Desired, participants: Sequence[ParticipantInfo], model: s
         weight_version=record.version,
         operation_id=record.operation_id,
         content_digest=record.content_digest,
-        reversible=can_hold or rereadable(record) is not None,
+        reversible=can_hold or rereadable(sourced(record, serving)) is not None,
     )
 
 

@@ -416,11 +416,11 @@ class Reconciler:
         first = seen[members[0].participant_id]
         version = first.weight_version
         known = (await self._journal.snapshot()).desired.weights
-        if version is None or all(m in known for m in members[0].models):
+        if version is None or not _unknown_weights(known, members[0].models, first):
             return
 
         def adopt(snapshot: Snapshot) -> Desired | None:
-            missing = [m for m in members[0].models if m not in snapshot.desired.weights]
+            missing = _unknown_weights(snapshot.desired.weights, members[0].models, first)
             if not missing:
                 return None
             weights = snapshot.desired.weights
@@ -483,6 +483,21 @@ class Reconciler:
             )
 
         return group not in (await self._journal.amend(lift)).quarantines
+
+
+def _unknown_weights(
+    known: Mapping[str, WeightRecord], models: Sequence[str], seen: ParticipantReadBack
+) -> list[str]:
+    """Models whose weights nobody noted, or that came with others since; published ones are no engine's to name."""
+    return [
+        m
+        for m in models
+        if m not in known
+        or (
+            not known[m].operation_id
+            and (known[m].version, known[m].content_digest) != (seen.weight_version, seen.content_digest)
+        )
+    ]
 
 
 def _identity(members: Sequence[ParticipantInfo]) -> tuple[str, ...]:

@@ -54,6 +54,8 @@ class Rollback:
             if why and self._ledger.has_restarted(group, seen):
                 # What was to be undone, or refused its undo, went with the old process.
                 why = await self.bring_to(target, group, seen, until=until)
+            elif not why and not self._ledger.has_restarted(group, seen):
+                why = self._other_weights(group, seen)
             if why:
                 bad[group.group_id] = why
         await self._note_rolled_back(touched, bad)
@@ -112,6 +114,26 @@ class Rollback:
             if not report.is_ok:
                 first = next(iter(report.errors.values()))
                 bad[report.group_id] = f"its undo failed: {first.message}"
+
+    def _other_weights(self, group: GroupMembers, seen: Mapping[ParticipantId, ParticipantReadBack]) -> str:
+        """How the content that an update's undo put back differs from what was there before; empty when it does not.
+
+        Weights that no operation published bind nobody, so nothing else would notice that the place from which they
+        were read again held others by now (AD-32, AD-37).
+        """
+        if self._ledger.record.spec.kind is not AdminOperationKind.UPDATE_WEIGHTS:
+            return ""
+        records = sorted(
+            (s for s in self._ledger.steps.values() if s.group_id == group.group_id and s.before),
+            key=lambda s: s.step,
+        )
+        for before in records[0].before if records else ():
+            now = seen.get(before.participant_id)
+            if now is None or not before.content_digest or not now.content_digest:
+                continue  # by label alone, which the undo itself has checked
+            if before.content_digest != now.content_digest:
+                return f"{before.participant_id} was put back to other weights than it served before"
+        return ""
 
     async def bring_to(
         self,

@@ -199,6 +199,7 @@ def _spec(adapter: Adapter, payload: AdapterConfig) -> AdapterSpec:
         operations=None if is_run else operations,
         profile_operations=named,
         is_administered=adapter.admin is not None or adapter.type in CONTROLLED_TYPES,
+        weights_source=adapter.weights_source or "",
         workspace=str(adapter.cli.workspace) if adapter.cli is not None and adapter.cli.workspace else "",
     )
 

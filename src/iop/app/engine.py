@@ -185,6 +185,7 @@ class _Served:
             ),
             control=self._port,
             read_artifact=driver.read_artifact,
+            weight_sources=core.weight_sources,
         )
         with binding("admin", address):
             await stack.enter_async_context(listener.serving())

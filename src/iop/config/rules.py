@@ -38,6 +38,9 @@ PERMISSIONS: Final = (
 )  # fmt: skip
 """Names of single permissions (AD-04)."""
 
+_OPERATED_TYPES: Final = frozenset({"llamacpp", "sglang", "trtllm", "vllm"})
+"""Kinds that are operated over their own routes, without an admin section."""
+
 _HTTP_TYPES: Final = frozenset({"openai_compat", "vllm", "sglang", "trtllm", "llamacpp", "ollama"})
 
 
@@ -244,6 +247,16 @@ def _check_adapter(adapter: Adapter, key: str, note: Note) -> None:
             "long slots are part of the capacity (EN-111)",
             f"Make it at most {adapter.capacity}",
             (f"{key}.capacity",),
+        )
+    source = adapter.weights_source
+    if source is not None and not source.startswith("/"):
+        note(f"{key}.weights_source", f"{source!r} is not absolute", "Write the engine's own absolute path")
+    if source is not None and adapter.admin is None and adapter.type not in _OPERATED_TYPES:
+        note(
+            f"{key}.weights_source",
+            "nobody updates the weights of this adapter",
+            "Leave it out, or add admin: {target: HOST:PORT, token: ...}",
+            (f"{key}.admin", f"{key}.type"),
         )
     profile = adapter.profile
     if isinstance(profile, ProtocolProfile):

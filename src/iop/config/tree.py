@@ -352,6 +352,13 @@ class Adapter:
     openengine: Address | None = field(default=None, metadata=_doc("this engine's OpenEngine listener"))
     admin: EngineAdmin | None = field(default=None, metadata=_doc("this engine's OpenEngineAdmin listener"))
     cli: CliSettings | None = field(default=None, metadata=_doc("for type cli"))
+    weights_source: str | None = field(
+        default=None,
+        metadata=_doc(
+            "directory of safetensors that the engine was started from, as it sees it; where it does not tell that,"
+            " its first weight update is irreversible without this"
+        ),
+    )
     keep_alive: str | None = field(
         default=None, metadata=_doc("for type ollama: how long it keeps a model loaded")
     )

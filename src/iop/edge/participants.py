@@ -22,11 +22,12 @@ from iop.admin.enums import (
     DrainTimeoutAction,
     PauseMode,
     ReconfigurableField,
+    WeightFormat,
 )
 from iop.admin.overrides import FileValues
 from iop.admin.participant import AdmissionGate, ProgressSink
 from iop.admin.profile import Capabilities, ParticipantInfo
-from iop.admin.requests import ServingValue
+from iop.admin.requests import DiskSource, ServingValue
 from iop.admin.steps import (
     ParticipantOutcome,
     ParticipantReadBack,
@@ -223,10 +224,20 @@ class Participants:
         """
         return [
             # The join count makes a member that went and came back between two looks a newcomer all the same (AD-35).
-            replace(info, connected=group.is_current, instance=f"{info.instance}.{group.joined}")
+            replace(
+                info,
+                connected=group.is_current,
+                instance=f"{info.instance}.{group.joined}",
+                startup_source=info.startup_source or self._declared_source(group.key),
+            )
             for group in self._groups.values()
             for info in (group.infos.values() or (self._untold(group.key),))
         ]
+
+    def _declared_source(self, key: ProviderKey) -> DiskSource | None:
+        """What the operator says of the weights that an engine starts with, where it does not tell itself (AD-32)."""
+        path = self._snapshot.nodes[key.node].adapters[key.provider].weights_source
+        return DiskSource(path=path, format=WeightFormat.SAFETENSORS) if path else None
 
     def groups(self) -> frozenset[GroupId]:
         """All configured providers that can be operated, connected or not."""

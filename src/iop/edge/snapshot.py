@@ -30,6 +30,8 @@ class AdapterSpec:
         profile_operations: those of them that its protocol profile names (EN-51); the rest travel by path.
         is_administered: whether its engine takes admin steps; if so it starts behind a reconcile gate (EN-32, AD-35).
         workspace: for CLI agents (EN-42).
+        weights_source: where the weights that its engine starts with can be read again by it, as the operator says;
+            empty: only the engine can tell (AD-32).
     """
 
     provider: ProviderId
@@ -43,6 +45,7 @@ class AdapterSpec:
     profile_operations: frozenset[str] = frozenset()
     is_administered: bool = False
     workspace: str = ""
+    weights_source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

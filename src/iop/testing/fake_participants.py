@@ -141,6 +141,7 @@ class FakeRank:
     released: set[ResourceKind] = dataclasses.field(default_factory=set)
     content: str = "base"
     label: str = "v0"
+    startup_source: WeightSource | None = None
     staged: str | None = None
     staged_by: str = ""
     held: str | None = None
@@ -271,7 +272,14 @@ class FakeFleet:
 
     def _info(self, rank: FakeRank) -> ParticipantInfo:
         """Asked for at every turn, so made once for each way in which a rank stands."""
-        stands = (rank.models, rank.capabilities, rank.connected, rank.instance, rank.connection)
+        stands = (
+            rank.models,
+            rank.capabilities,
+            rank.connected,
+            rank.instance,
+            rank.connection,
+            rank.startup_source,
+        )
         known = self._infos.get(rank.participant_id)
         if known is None or known[0] != stands:
             info = ParticipantInfo(
@@ -282,6 +290,7 @@ class FakeFleet:
                 aliases=tuple((f"{m}-alias", m) for m in rank.models),
                 connected=rank.connected,
                 instance=f"{rank.instance}.{rank.connection}",
+                startup_source=rank.startup_source,
                 engine_name="fake",
             )
             known = self._infos[rank.participant_id] = (stands, info)
@@ -426,10 +435,10 @@ class FakeFleet:
                 rank.released -= set(kinds) if does else set()
                 amounts = tuple(ResourceAmount(participant_id=me, kind=k, bytes=1024) for k in kinds)
                 return ParticipantOutcome(participant_id=me, amounts=amounts)
-            case PrepareWeightsStep(source=source):
+            case PrepareWeightsStep(source=source, hold_previous=holds):
                 if does:
                     rank.staged, rank.staged_by = content_of(source), operation_id
-                    rank.held = rank.content
+                    rank.held = rank.content if holds else None
             case ApplyWeightsStep() if rank.staged_by != operation_id:
                 error = ParticipantError(
                     code=AdminErrorCode.PARTICIPANT_FAILED,

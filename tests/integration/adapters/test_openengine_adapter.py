@@ -693,6 +693,40 @@ async def test_a_newer_step_ends_what_the_engine_still_does_for_one_that_was_giv
     assert not any(rank.paused for rank in fleet.ranks.values())
 
 
+@pytest.mark.clause("AD-32", "AD-36")
+@pytest.mark.parametrize("undoes", ["weights", "pause"])
+async def test_a_step_that_was_given_up_is_ended_before_it_is_taken_back(
+    admin: AdminRig, undoes: str
+) -> None:
+    fleet = admin.engine.world.fleet
+    gate = asyncio.Event()
+    execute = fleet.execute
+
+    async def slow(call: StepCall, report: ProgressSink) -> StepResult:
+        if isinstance(call.body, ApplyWeightsStep):
+            await gate.wait()
+        return await execute(call, report)
+
+    fleet.execute = slow  # type: ignore[method-assign]
+    assert_all_ok(await admin.step(pause(), operation="up", step=1))
+    apply = ApplyWeightsStep(model="public", source=DISK, weight_version="v1")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await admin.adapter.execute_step(
+                step_call(admin.adapter, apply, operation="up", step=2), lambda _: None
+            )
+    undo: Step = ResumeStep()
+    if undoes == "weights":
+        undo = UndoWeightsStep(model="public", previous_source=None, previous_weight_version="v0")
+    assert_all_ok(await admin.step(undo, operation="up", step=3))
+    async with admin.other() as other:
+        assert all(each.state.is_terminal for each in (await other.list_operations()).operations)
+    gate.set()
+    await asyncio.sleep(0.1)  # what was given up would have its effect now
+    assert {(rank.label, rank.content) for rank in fleet.members("g")} == {("v0", "base")}
+    assert {rank.paused for rank in fleet.members("g")} == {undoes == "weights"}
+
+
 async def test_the_http_adapter_carries_the_same_control(admin: AdminRig) -> None:
     config = AdapterConfig(
         name="main",

@@ -215,3 +215,17 @@ def test_a_finding_points_at_the_item_of_the_list_that_it_is_about() -> None:
     with pytest.raises(ConfigInvalid) as caught:
         load_edge(sources(text))
     assert [problem.where for problem in caught.value.problems] == ["edge.yaml:6"]
+
+
+@pytest.mark.clause("AD-32")
+def test_a_declared_source_of_weights_is_absolute_and_of_an_engine_that_is_operated() -> None:
+    def node(adapter: str) -> str:
+        return f"nodes: [{{id: n, token: '{HASH}', adapters: [{{endpoint: 'http://h', {adapter}}}]}}]"
+
+    operated = "type: openai_compat, admin: {target: '127.0.0.1:1'}"
+    loaded = load_edge(sources(node(f"{operated}, weights_source: /models/a")))
+    assert loaded.config.nodes[0].adapters[0].weights_source == "/models/a"
+    load_edge(sources(node("type: vllm, weights_source: /models/a")))
+    assert "'models/a' is not absolute" in problems_of(node(f"{operated}, weights_source: models/a"))
+    alone = problems_of(node("type: openai_compat, weights_source: /models/a"))
+    assert "nodes[0].adapters[0].weights_source: nobody updates the weights of this adapter" in alone

@@ -13,10 +13,11 @@ from iop.admin.enums import (
     DrainTimeoutAction,
     PauseMode,
     ReconfigurableField,
+    WeightFormat,
 )
 from iop.admin.participant import AdmissionGate
 from iop.admin.profile import Capabilities, ParticipantInfo
-from iop.admin.requests import PauseSpec
+from iop.admin.requests import DiskSource, PauseSpec
 from iop.admin.steps import (
     FlushStep,
     ParticipantOutcome,
@@ -344,6 +345,19 @@ async def test_what_a_reconfigured_engine_serves_is_what_the_edge_admits(fleet):
     driver.apply_overrides({})
     figures = edge.pools.provider_figures(KEY)
     assert (figures.status, figures.capacity, figures.long_capacity) == ("available", 4, 0)
+
+
+@pytest.mark.clause("AD-32")
+async def test_what_the_operator_says_of_the_weights_counts_where_the_engine_tells_nothing(fleet):
+    edge, _, _ = fleet
+    assert {info.startup_source for info in edge.participants.participants()} == {None}
+    spec = edge.snapshot.nodes[KEY.node].adapters[KEY.provider]
+    node = replace(
+        edge.snapshot.nodes[KEY.node], adapters={KEY.provider: replace(spec, weights_source="/models/a")}
+    )
+    edge.apply_snapshot(replace(edge.snapshot, revision=2, nodes={KEY.node: node}))
+    told = {info.startup_source for info in edge.participants.participants()}
+    assert told == {DiskSource(path="/models/a", format=WeightFormat.SAFETENSORS)}, "from the reload on"
 
 
 @pytest.mark.clause("AD-47", "EN-114")

@@ -10,12 +10,14 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import grpc
+from google.protobuf.json_format import MessageToDict
 
 from iop.adapters.openengine.channel import END_OF_CALL, bearer, connect, error_of
 from iop.admin.codec import RecordCodec
 from iop.admin.enums import AdminOperationState
 from iop.admin.profile import AdminProfile
 from iop.admin.requests import (
+    DiskSource,
     FlushCachesRequest,
     ListOperationsRequest,
     MutationRequest,
@@ -42,6 +44,7 @@ from iop.admin.results import (
     StartProfileResult,
     StopProfileResult,
 )
+from iop.admin.weight_sources import EXTRA_KEY, read_sources
 from iop.core.errors import (
     AlreadyExists,
     Cancelled,
@@ -54,7 +57,7 @@ from iop.core.errors import (
 )
 from iop.pb.iop import artifacts_pb2, artifacts_pb2_grpc
 from iop.pb.openengine.v1 import admin_pb2 as pb
-from iop.pb.openengine.v1 import admin_pb2_grpc
+from iop.pb.openengine.v1 import admin_pb2_grpc, openengine_pb2_grpc, server_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +114,17 @@ class AdminRpc:
         return self._codec.decode(
             await self._unary("GetAdminProfile", pb.GetAdminProfileRequest()), AdminProfile
         )
+
+    async def weight_sources(self) -> dict[str, tuple[str, DiskSource]]:
+        """By model: a version, and the files that it can be read from again, where the server says so (AD-32)."""
+        stub: Any = openengine_pb2_grpc.ControlStub(self._channel)
+        try:
+            info = await stub.GetServerInfo(
+                server_pb2.GetServerInfoRequest(), metadata=self._metadata, timeout=READ_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as exc:
+            raise error_of(exc) from exc
+        return read_sources(MessageToDict(info.extra).get(EXTRA_KEY)) if info.HasField("extra") else {}
 
     async def operation(self, operation_id: str) -> AdminOperation:
         """GetOperation."""

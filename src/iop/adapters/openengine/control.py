@@ -32,6 +32,7 @@ from iop.admin.enums import (
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ActivePause, AdminProfile, ParticipantInfo
 from iop.admin.requests import (
+    DiskSource,
     FlushCachesRequest,
     MutationRequest,
     PauseRequest,
@@ -76,6 +77,7 @@ from iop.admin.steps import (
 )
 from iop.core.errors import (
     DeadlineExceeded,
+    InvalidRequest,
     IopError,
     NotFound,
     PermissionDenied,
@@ -121,6 +123,8 @@ class OpenEngineControl:
         self._failure = "the engine's admin listener was not asked yet"
         self._frozen = 0
         self._tasks: asyncio.TaskGroup | None = None
+        self._sources: dict[str, tuple[str, DiskSource]] = {}
+        self._sources_asked: object = None
         self._artifacts: dict[str, ProfileArtifact] = {}
         self._profiles: dict[str, str] = {}
         self._profiles_running: dict[ParticipantId, frozenset[str]] = {}
@@ -165,7 +169,7 @@ class OpenEngineControl:
         """As of the last read."""
         if self._profile is None:
             return ()
-        return steps.infos_of(self._profile, instance=self._instance)
+        return steps.infos_of(self._profile, instance=self._instance, sources=self._sources)
 
     def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
         """From the engine's own admin listener, under the credential of its steps (AD-46)."""
@@ -581,10 +585,27 @@ class OpenEngineControl:
                 self._serving.clear()
         before = self._profile
         self._profile = await self._admin().profile()
+        await self._learn_sources(self._profile)
         if self._failure or before is None or self._profile.participants != before.participants:
             self._failure = ""
             self._services.on_change()
         return self._profile
+
+    async def _learn_sources(self, profile: AdminProfile) -> None:
+        """Ask where the weights in force can be read again, once for each state of them; not every server tells."""
+        state = (self._instance, profile.weights, tuple(each.weight_version for each in profile.participants))
+        if state == self._sources_asked:
+            return
+        try:
+            sources = await self._admin().weight_sources()
+        except (Unsupported, PermissionDenied, NotFound, InvalidRequest):
+            sources = {}
+        except IopError:
+            return  # asked again with the next look
+        self._sources_asked = state
+        if sources != self._sources:
+            self._sources = sources
+            self._services.on_change()
 
     async def _read_instance(self, channel: grpc.aio.Channel) -> str:
         await connect(channel)

@@ -24,8 +24,16 @@ from iop.admin.enums import (
     ReconfigurableField,
     VerificationMethod,
 )
-from iop.admin.profile import ActivePause, ActiveRelease, AdminProfile, ModelWeights, ParticipantInfo
+from iop.admin.profile import (
+    ActivePause,
+    ActiveRelease,
+    AdminParticipant,
+    AdminProfile,
+    ModelWeights,
+    ParticipantInfo,
+)
 from iop.admin.requests import (
+    DiskSource,
     FlushCachesRequest,
     MutationOptions,
     ParticipantTargets,
@@ -103,9 +111,27 @@ def targets_of(call: StepCall) -> ParticipantTargets:
 # ---- the profile, read ----
 
 
-def infos_of(profile: AdminProfile, *, instance: str) -> tuple[ParticipantInfo, ...]:
-    """The engine's participants as ours."""
-    return tuple(replace(each.info, instance=instance) for each in profile.participants)
+def infos_of(
+    profile: AdminProfile, *, instance: str, sources: Mapping[str, tuple[str, DiskSource]]
+) -> tuple[ParticipantInfo, ...]:
+    """The engine's participants as ours.
+
+    Args:
+        sources: by model, a version and where it can be read again; of no use for any other version.
+    """
+    return tuple(
+        replace(each.info, instance=instance, startup_source=_source_of(each, sources))
+        for each in profile.participants
+    )
+
+
+def _source_of(
+    participant: AdminParticipant, sources: Mapping[str, tuple[str, DiskSource]]
+) -> DiskSource | None:
+    told = [sources[model] for model in participant.info.models if model in sources]
+    if len(told) != 1 or told[0][0] != participant.weight_version:
+        return None
+    return told[0][1]
 
 
 def read_back_of(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from iop.admin.codec import RecordCodec
 from iop.admin.enums import EngineRole
 from iop.admin.permissions import Permission, Principal
+from iop.admin.requests import DiskSource
+from iop.admin.weight_sources import EXTRA_KEY, source_words
 from iop.api.grpc.auth import ApiCaller
 from iop.api.grpc.inference_service import check_model_allowed
 from iop.api.grpc.interceptors import current_caller
@@ -25,7 +27,7 @@ from iop.pb.openengine.v1 import (
     server_pb2,
 )
 
-__all__ = ["CONTROL_METHODS", "CONTROL_SERVICE", "ControlService"]
+__all__ = ["CONTROL_METHODS", "CONTROL_SERVICE", "ControlService", "WeightSources"]
 
 CONTROL_SERVICE: Final[str] = openengine_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 
@@ -55,6 +57,8 @@ SCHEMA_RELEASE: Final = "v1"
 
 ADMIN_EXTRA_KEY: Final = "openengine.admin"
 
+WeightSources: TypeAlias = Callable[[], Awaitable[Mapping[str, tuple[str, DiskSource]]]]
+
 _CODEC: Final = RecordCodec(error=InvalidRequest)
 
 
@@ -67,6 +71,8 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
         is_privileged_allowed: this listener has the privileged calls: an admin listener, or a public one whose config
             turns them on (AD-103).
         audit: told of privileged calls by principals, with the RPC and the outcome's code (AD-101).
+        weight_sources: tell where the weights in force can be read again; only for listeners that do not let everybody
+            in, since it names files of this machine (AD-32).
     """
 
     def __init__(
@@ -76,8 +82,10 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
         admin_profile_revision: int | None,
         is_privileged_allowed: bool = False,
         audit: Callable[[Principal, str, str], Awaitable[None]] | None = None,
+        weight_sources: WeightSources | None = None,
     ) -> None:
         self._audit = audit
+        self._weight_sources = weight_sources
         self._control = control
         self._admin_profile_revision = admin_profile_revision
         self._is_privileged_allowed = is_privileged_allowed
@@ -94,6 +102,8 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
         answer.schema_release = SCHEMA_RELEASE
         if self._admin_profile_revision is not None:
             answer.extra.update({ADMIN_EXTRA_KEY: {"profile_revision": self._admin_profile_revision}})
+        if self._weight_sources is not None:
+            answer.extra.update({EXTRA_KEY: source_words(await self._weight_sources())})
         return answer
 
     async def GetModelInfo(self, request: model_pb2.GetModelInfoRequest, context: Any) -> model_pb2.ModelInfo:

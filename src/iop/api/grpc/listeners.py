@@ -18,7 +18,7 @@ from iop.api.grpc.artifact_service import (
     ReadArtifact,
 )
 from iop.api.grpc.auth import ApiCaller, ApiKeyDirectory, PrincipalDirectory
-from iop.api.grpc.control_service import CONTROL_METHODS, CONTROL_SERVICE, ControlService
+from iop.api.grpc.control_service import CONTROL_METHODS, CONTROL_SERVICE, ControlService, WeightSources
 from iop.api.grpc.health import HEALTH_SERVICE
 from iop.api.grpc.inference_service import (
     INFERENCE_SERVICE,
@@ -60,6 +60,7 @@ def admin_listener(
     *,
     control: ControlPort | None = None,
     read_artifact: ReadArtifact | None = None,
+    weight_sources: WeightSources | None = None,
     on_ended: OnEnded | None = None,
 ) -> GrpcListener:
     """OpenEngineAdmin with its health and reflection.
@@ -72,6 +73,8 @@ def admin_listener(
         settings: where to listen; raise its receive limit to `admin_receive_bytes_max`.
         control: serve Control here too, under permissions of its own: the privileged calls live here (AD-103).
         read_artifact: hand out the files that profiles leave, too (AD-46).
+        weight_sources: let Control tell where the weights in force can be read again, so that whoever operates this
+            server can put them back (AD-32).
         on_ended: told of each call's method, status and seconds; see `iop.api.grpc.rpc_metrics`.
     """
     admin_service = AdminService(operations)
@@ -88,7 +91,7 @@ def admin_listener(
         )
     ]
     if control is not None:
-        services.append(_privileged_control(operations, control))
+        services.append(_privileged_control(operations, control, weight_sources))
     if read_artifact is not None:
         services.append(_artifacts(operations, read_artifact))
 
@@ -133,12 +136,18 @@ def _artifacts(operations: AdminOperations, read: ReadArtifact) -> GrpcService:
     )
 
 
-def _privileged_control(operations: AdminOperations, control: ControlPort) -> GrpcService:
+def _privileged_control(
+    operations: AdminOperations, control: ControlPort, weight_sources: WeightSources | None
+) -> GrpcService:
     async def audit(principal: Principal, rpc: str, outcome: str) -> None:
         await operations.audit(principal, audit_name(rpc), outcome=outcome)
 
     service = ControlService(
-        control, admin_profile_revision=ADMIN_PROFILE_REVISION, is_privileged_allowed=True, audit=audit
+        control,
+        admin_profile_revision=ADMIN_PROFILE_REVISION,
+        is_privileged_allowed=True,
+        audit=audit,
+        weight_sources=weight_sources,
     )
 
     def register(server: grpc.aio.Server) -> None:
