@@ -319,10 +319,13 @@ async def test_an_agent_that_will_not_die_leaves_nothing_behind(agent: Path, how
         assert rig.left() == []
 
 
-@pytest.mark.soak
+@pytest.mark.clause("EN-56", "EN-70")
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not LINUX, reason="needs a child subreaper")
-async def test_a_hundred_agents_that_will_not_die_leave_nothing_behind(agent: Path) -> None:
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.soak)])
+async def test_one_after_the_other_of_many_that_will_not_die_leaves_nothing_behind(
+    agent: Path, count: int
+) -> None:
     async with rig_for(agent, "hydra", f"hundred-{os.getpid()}", output="json_lines") as rig:
 
         async def start_and_leave() -> None:
@@ -332,7 +335,7 @@ async def test_a_hundred_agents_that_will_not_die_leave_nothing_behind(agent: Pa
                 await eventually(lambda: "started" in run.text)
                 run.cancel()
 
-        for _ in range(100):
+        for _ in range(count):
             await start_and_leave()
             assert processes_with(f"hundred-{os.getpid()}") == []
 
