@@ -37,6 +37,7 @@ from iop.admin.permissions import (
 )
 from iop.admin.profile import AdminLimits, AdminProfile, ParticipantInfo
 from iop.admin.profiles import profile_of
+from iop.admin.read_tally import ReadTally
 from iop.admin.reconciler import Reconciler, ReconcilerTiming
 from iop.admin.records import OperationRecord, view_of
 from iop.admin.requests import DiskSource, ListOperationsRequest, MutationRequest, kind_of
@@ -160,6 +161,7 @@ class AdminCore:
         self._tasks: asyncio.TaskGroup | None = None
         self._ready = asyncio.Event()
         self._store_ok = False
+        self._reads = ReadTally()
         self._gate_lock = asyncio.Lock()
         self._reconciler = Reconciler(
             journal,
@@ -209,7 +211,13 @@ class AdminCore:
             self._ready.clear()
             self._store_ok = False
             self._tasks = None
-            await self._journal.aclose()
+            try:
+                async with asyncio.timeout(self._timing.store_probe_s):
+                    await self._append(self._reads.close())
+            except TimeoutError:
+                logger.warning("audit.counts_not_stored")
+            finally:
+                await self._journal.aclose()
 
     async def _recover(self, tasks: asyncio.TaskGroup) -> None:
         """Gates first, then unfinished operations, then whoever is connected (AD-26)."""
@@ -281,6 +289,7 @@ class AdminCore:
                 self._store_ok = False
             else:
                 self._store_ok = True
+                await self._append(self._reads.due(self._clock.monotonic()))
 
     async def _expire(self) -> None:
         """Forget what was promised no longer: keys and operations past their retention (AD-12)."""
@@ -690,7 +699,29 @@ class AdminCore:
         except PermissionDenied as refusal:
             await self.audit(principal, method, outcome=refusal.reason, operation_id=operation_id)
             raise
-        await self.audit(principal, method, outcome="ALLOWED", operation_id=operation_id)
+        entry = AuditEntry(
+            at_unix_nanos=self._clock.unix_nanos(),
+            principal=principal.name,
+            peer=principal.peer,
+            method=method,
+            outcome="ALLOWED",
+            operation_id=operation_id,
+            request_sha256=b"",
+            reason="",
+        )
+        stored = self._reads.note(entry, now=self._clock.monotonic())
+        head = await self._append(stored)
+        _log_call(entry, head=head)
+
+    async def _append(self, entries: Sequence[AuditEntry]) -> str:
+        """Store rows while the store can be written; returns the last one's digest, empty when there is none."""
+        head = ""
+        try:
+            for entry in entries:
+                head = (await self._journal.append_audit(entry)).digest.hex()
+        except Unavailable as exc:
+            logger.warning("audit.not_stored error=%s", exc)
+        return head
 
     async def audit(
         self,
@@ -717,21 +748,20 @@ class AdminCore:
             request_sha256=digest,
             reason=reason,
         )
-        head = ""
-        try:
-            head = (await self._journal.append_audit(entry)).digest.hex()
-        except Unavailable as exc:
-            logger.warning("audit.not_stored error=%s", exc)
-        logger.info(
-            "admin.called principal=%s peer=%s method=%s outcome=%s op_id=%s digest=%s audit_head=%s",
-            principal.name,
-            principal.peer,
-            method,
-            outcome,
-            operation_id,
-            digest.hex(),
-            head,
-        )
+        _log_call(entry, head=await self._append([entry]))
+
+
+def _log_call(entry: AuditEntry, *, head: str) -> None:
+    logger.info(
+        "admin.called principal=%s peer=%s method=%s outcome=%s op_id=%s digest=%s audit_head=%s",
+        entry.principal,
+        entry.peer,
+        entry.method,
+        entry.outcome,
+        entry.operation_id,
+        entry.request_sha256.hex(),
+        head,
+    )
 
 
 def _unknown(operation_id: str) -> NotFound:
