@@ -26,7 +26,10 @@ async def fleet(vllm: Engine, tmp_path: Path) -> AsyncIterator[EngineFleet]:
         yield made
 
 
-KEPT_TOKENS = 12_000
+TRIES = 4
+"""On a busy machine the engine may have made all of a stream before an operation reaches it."""
+
+KEPT_TOKENS = 30_000
 """The engine makes them faster than it sends them: enough that it still works when the pause comes."""
 
 Stream: TypeAlias = openai.AsyncStream[openai.types.chat.ChatCompletionChunk]
@@ -73,13 +76,21 @@ async def test_a_fleet_with_vllm_freezes_swaps_and_goes_on(fleet: EngineFleet, m
         assert ANSWER in said
         called = await client.chat.completions.create(model="fast", messages=HELLO, tools=[WEATHER])  # type: ignore[arg-type,list-item]
         assert called.choices[0].message.tool_calls
-        stream = await begin(client, 30_000)
-        busy = await fleet.operate(flush())
+        for _ in range(TRIES):
+            stream = await begin(client, KEPT_TOKENS)
+            busy = await fleet.operate(flush())
+            await stream.close()
+            if busy.state is AdminOperationState.FAILED:
+                break
         assert busy.state is AdminOperationState.FAILED
-        await stream.close()
-        stream = await begin(client, KEPT_TOKENS)
-        paused = await fleet.operate(pause(PauseMode.KEEP))
-        assert isinstance(paused.result, PauseResult)
+        for _ in range(TRIES):
+            stream = await begin(client, KEPT_TOKENS)
+            paused = await fleet.operate(pause(PauseMode.KEEP))
+            assert isinstance(paused.result, PauseResult)
+            if paused.result.kept:
+                break
+            await fleet.operate(resume(paused.result.pause_epoch))
+            await stream.close()
         assert paused.result.kept == 1
         resumed = await fleet.operate(resume(paused.result.pause_epoch))
         assert resumed.state is AdminOperationState.SUCCEEDED
