@@ -164,7 +164,8 @@ class AdapterCapabilities:
         runs: normalised runs are served.
         operations: named profile operations that tunnels may use (EN-51).
         admin: admin steps are served.
-        admin_refusal: why not, and how to enable it; empty when they are.
+        admin_refusal: why not, or not all of them, and how to enable it; or why the engine's admin listener does not
+            answer now. Empty when all is well.
         sessions: TERMINATE_SESSION ends state that the engine keeps (EN-70).
     """
 
@@ -301,6 +302,11 @@ class EngineControl(Protocol):
 
     async def aclose(self) -> None:
         """Close it."""
+        ...
+
+    @property
+    def failure(self) -> str:
+        """Why it does not answer; empty while it does."""
         ...
 
     async def probe(self) -> None:

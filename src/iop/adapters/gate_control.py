@@ -165,6 +165,11 @@ class GateControl:
     async def aclose(self) -> None:
         """Nothing to close."""
 
+    @property
+    def failure(self) -> str:
+        """Nothing can fail here."""
+        return ""
+
     async def probe(self) -> None:
         """Nobody to ask."""
 

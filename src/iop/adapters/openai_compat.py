@@ -152,7 +152,7 @@ class OpenAICompatAdapter:
             tunnels=True,
             operations=frozenset(self._profile.operations) - (self._absent or frozenset()),
             admin=True,
-            admin_refusal=self._gate.why_no_more[:1024] if self._gate is not None else "",
+            admin_refusal=(self._control.failure if self._gate is None else self._gate.why_no_more)[:1024],
         )
 
     def snapshot(self) -> AdapterSnapshot:

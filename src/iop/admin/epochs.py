@@ -115,5 +115,5 @@ def _stale(what: str, epoch: int, active: Sequence[int]) -> PreconditionFailed:
     return PreconditionFailed(
         f"{what} epoch {epoch} is not active; active: {listed}",
         reason="STALE_EPOCH",
-        details={f"{what}_epoch": str(epoch), "active_epochs": ",".join(map(str, active))},
+        details={f"{what}_epoch": str(epoch), "active_epochs": ",".join(map(str, active)) or "none"},
     )

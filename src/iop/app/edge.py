@@ -255,6 +255,7 @@ class _Served:
             port=address.port,
             tls_cert=str(tls.cert) if tls is not None else None,
             tls_key=str(tls.key) if tls is not None else None,
+            tls_client_ca=str(tls.client_ca) if tls is not None and tls.client_ca is not None else None,
         )
         with binding("ops", address):
             await stack.enter_async_context(server)

@@ -244,7 +244,11 @@ class AdminClient:
                 reason="UNREACHABLE",
                 details={"address": address},
             )
-        return error_of(error)
+        told = error_of(error)
+        if isinstance(told, Unauthenticated | PermissionDenied):
+            # A fleet has several servers, each with principals of its own: say whose word this is.
+            told.details = {**told.details, "server": self._target.address}
+        return told
 
     def _profile_answer(self, answer: Any, record_type: type[Result]) -> Result | OperationPlan:
         if answer.HasField("plan"):

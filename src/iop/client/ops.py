@@ -76,7 +76,7 @@ class OpsClient:
             ):
                 if answer.status_code != 200:
                     answer.read()
-                    raise _error_of(answer.status_code, _shape_of(answer.content))
+                    raise _error_of(answer.status_code, _shape_of(answer.content), target.address)
                 yield from answer.iter_bytes()
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise Unavailable(f"{target.address} did not send the whole file.", reason="CUT") from error
@@ -124,7 +124,7 @@ class OpsClient:
                 f"{target.address} is no ops listener: it did not answer JSON."
             ) from error
         if answer.status_code != 200 or not isinstance(shape, dict):
-            raise _error_of(answer.status_code, shape)
+            raise _error_of(answer.status_code, shape, target.address)
         return shape
 
 
@@ -135,7 +135,7 @@ def _shape_of(content: bytes) -> object:
         return None
 
 
-def _error_of(status: int, body: object) -> IopError:
+def _error_of(status: int, body: object, address: str) -> IopError:
     """The typed error behind a refusal."""
     inner = body.get("error", {}) if isinstance(body, dict) else {}
     message = inner.get("message") if isinstance(inner, dict) else None
@@ -144,7 +144,11 @@ def _error_of(status: int, body: object) -> IopError:
     if isinstance(problems, list):
         return ConfigInvalid([_problem(problem) for problem in problems])
     kind = _BY_STATUS.get(status, Unavailable)
-    return kind(str(message or f"the ops listener answered {status}"), reason=str(reason) if reason else None)
+    return kind(
+        str(message or f"the ops listener answered {status}"),
+        reason=str(reason) if reason else None,
+        details={"server": address} if status in {401, 403} else None,
+    )
 
 
 def _problem(shape: object) -> Problem:

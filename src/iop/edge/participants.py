@@ -467,7 +467,9 @@ class Participants:
         try:
             reports = await self._question(group)
             answers.update(self._learn(group, reports))
+            group.trouble = ""
         except IopError as error:
+            group.trouble = scrub(error.message)
             log.info("read_back.failed", extra={"provider": str(group.key), "reason": error.message})
 
     def _learn(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from iop.adapters.base import MODEL_CAPABILITY, AdapterCapabilities, AdapterSnapshot, Health
@@ -138,7 +138,7 @@ class CommandDesk:
     def _reason_of(self, name: str) -> str:
         return next((status.reason for status in self._providers.statuses if status.name == name), "")
 
-    async def _participants(self, request: CommandRequest, chosen: Iterable[Provider]) -> CommandResponse:
+    async def _participants(self, request: CommandRequest, chosen: Sequence[Provider]) -> CommandResponse:
         reports: list[ParticipantReport] = []
         timeout_s = min(request.timeout_ms / 1000, COMMAND_TIMEOUT_S) or COMMAND_TIMEOUT_S
         try:
@@ -147,13 +147,18 @@ class CommandDesk:
         except TimeoutError:
             return CommandResponse(type=request.type, ok=False, reason="an engine did not answer in time")
         for task in asked:
-            reports += task.result()
+            reports += task.result()[0]
+        if not any(is_reached for _, is_reached in (task.result() for task in asked)):
+            why = next((p.adapter.capabilities.admin_refusal for p in chosen if _has_refusal(p)), "")
+            if why:
+                return CommandResponse(type=request.type, ok=False, reason=why)
         return CommandResponse(type=request.type, ok=True, participants=tuple(reports))
 
-    async def _read_back(self, provider: Provider) -> list[ParticipantReport]:
+    async def _read_back(self, provider: Provider) -> tuple[list[ParticipantReport], bool]:
+        """What a provider tells of its participants, and whether any was reached."""
         infos = list(provider.adapter.participants())
         answers = await provider.adapter.read_back([info.participant_id for info in infos])
-        return [
+        reports = [
             ParticipantReport(
                 adapter=provider.name,
                 info=self._codec.encode_info(info),
@@ -161,6 +166,11 @@ class CommandDesk:
             )
             for info, answer in zip(infos, answers, strict=True)
         ]
+        return reports, any(answer.reachable for answer in answers)
+
+
+def _has_refusal(provider: Provider) -> bool:
+    return bool(provider.adapter.capabilities.admin_refusal)
 
 
 def _snapshot(provider: Provider, *, is_stopping: bool) -> ProviderSnapshot:

@@ -624,6 +624,11 @@ async def test_a_refused_token_fails_the_step_and_never_shows(admin: AdminRig, t
         result = await adapter.execute_step(call, lambda _: None)
         assert all(each.error is not None and not each.changed for each in result.participants)
         assert ADMIN_TOKEN not in repr(settings)
+        await adapter.probe()
+        told = adapter.capabilities.admin_refusal
+        assert "refuses the credential" in told
+        assert "admin.token" in told, "which key mends it"
+    assert admin.adapter.capabilities.admin_refusal == ""
 
 
 @pytest.mark.clause("AD-22", "AD-36")

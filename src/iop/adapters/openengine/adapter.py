@@ -112,7 +112,7 @@ class OpenEngineAdapter:
             category=Category.LOCAL_INFERENCE,
             runs=True,
             admin=self._control is not None,
-            admin_refusal=""
+            admin_refusal=self._control.failure[:1024]
             if self._control is not None
             else f"adapter {self._config.name!r} names no `admin` listener of its engine",
         )

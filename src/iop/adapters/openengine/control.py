@@ -619,9 +619,16 @@ class OpenEngineControl:
         return str(info.instance_id)
 
     def _note_failure(self, error: IopError) -> None:
-        if error.message != self._failure:
-            _log.warning("engine_admin.unreachable reason=%s", error.message)
-            self._failure = error.message
+        words = error.message
+        if isinstance(error, Unauthenticated | PermissionDenied):
+            # It is mended elsewhere than where it shows, so say where.
+            words = (
+                f"the engine's admin server refuses the credential: {words}. Set admin.token of this adapter in the"
+                " Edge's config to a token of a principal of that server with role admin"
+            )
+        if words != self._failure:
+            _log.warning("engine_admin.unreachable reason=%s", words)
+            self._failure = words
             if self._profile is not None:
                 self._services.on_change()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
@@ -133,7 +134,14 @@ class OpsServer:
     """Serves an application on one socket; ``async with`` it. Leaves signals to the process."""
 
     def __init__(
-        self, app: Starlette, *, host: str, port: int, tls_cert: str | None = None, tls_key: str | None = None
+        self,
+        app: Starlette,
+        *,
+        host: str,
+        port: int,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        tls_client_ca: str | None = None,
     ) -> None:
         self._host, self._port = host, port
         config = uvicorn.Config(
@@ -146,6 +154,8 @@ class OpsServer:
             limit_concurrency=CONNECTIONS_MAX,
             ssl_certfile=tls_cert,
             ssl_keyfile=tls_key,
+            ssl_ca_certs=tls_client_ca,
+            ssl_cert_reqs=ssl.CERT_NONE if tls_client_ca is None else ssl.CERT_REQUIRED,
         )
         self._server = _Server(config)
         self._socket: socket.socket | None = None
