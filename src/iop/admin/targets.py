@@ -147,7 +147,7 @@ def _named(names: Iterable[str], participants: Sequence[ParticipantInfo]) -> Sel
 def _is_of_untold_group(name: str, participants: Sequence[ParticipantInfo]) -> bool:
     """Whether a name may be a member of a group whose members nobody has told yet: it stands under its own id."""
     return any(
-        not p.connected and p.participant_id == p.group_id and name.startswith(f"{p.group_id}/")
+        not p.connected and str(p.participant_id) == p.group_id and name.startswith(f"{p.group_id}/")
         for p in participants
     )
 
