@@ -73,7 +73,9 @@ def facts_of_props(body: bytes) -> ModelFacts:
 
 
 def _tokens(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < TOKENS_MAX else None
+    return (
+        value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < TOKENS_MAX else None
+    )
 
 
 def _flag(value: Any) -> bool | None:

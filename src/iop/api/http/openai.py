@@ -449,9 +449,7 @@ class EdgeHttp:
         self._answer(exchange, visit, entries)
 
     def _one_model(self, exchange: Exchange, visit: _Visit) -> None:
-        entry = model_entry(
-            self._find_snapshot(), visit.rest, matrix=self._matrix, may_use=_may_use(visit)
-        )
+        entry = model_entry(self._find_snapshot(), visit.rest, matrix=self._matrix, may_use=_may_use(visit))
         self._answer(exchange, visit, entry)
 
     def _describe(self, exchange: Exchange, visit: _Visit) -> None:
