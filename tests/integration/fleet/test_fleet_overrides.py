@@ -109,7 +109,7 @@ async def test_a_reconfigured_capacity_outlives_edge_and_engine_until_the_file_c
 
         fleet.kill("edge")
         await fleet.start_edge()
-        assert await admitted(fleet) == 3, "before any Node came back"
+        assert row(await iop(fleet, "config", "show", *ops)) == (value, origin)
         await both(fleet, edge=3, engine=3)
 
         # A new engine with an empty journal: nothing of its own remembers the value.
