@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 from admin_checks import OPERATIONS, at_rest, check_at_rest, opts, prepare
-from edge_world import EdgeWorld
+from edge_admin_world import EdgeWorld
 from test_sim_admin_faults import CELLS, STEPS, Cell
 
 from iop.admin.results import OperationCompleted, OperationFailed

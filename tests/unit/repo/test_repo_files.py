@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()
     ]
     assert broken == []
+
+
+def test_helper_modules_of_tests_have_names_of_their_own() -> None:
+    """Each folder of tests is on the path: a second module of the same name would stand in the way of the first."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    ignored = {"conftest.py", "__init__.py"}
+    assert [name for name, count in names.items() if count > 1 and name not in ignored] == []
 
 
 def test_every_make_target_of_the_house_exists() -> None:
