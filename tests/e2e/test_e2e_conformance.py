@@ -98,11 +98,22 @@ def test_the_engine_conforms(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(500)
+@pytest.mark.clause(*PROVED)
+def test_the_edge_conforms(tmp_path: Path) -> None:
+    with running_parts(tmp_path / "home", "engine", "edge", "node") as parts:
+        report = judge(parts, "edge", "restart", "cut", timeout_s=450)
+    assert ids(report, "NOT RUN") == ONLY_WITH_A_FAILING_RANK
+    assert ids(report, "SKIP") == EVERYTHING_IS_OFFERED
+    assert report["exit"] == 6
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
 @pytest.mark.clause(*PROVED, "AD-29", "AD-30", "AD-31")
 def test_the_edge_passes_fully_with_every_hook(tmp_path: Path) -> None:
     with running_parts(tmp_path / "home", "engine", "edge", "node") as parts:
-        report = judge(parts, "edge", *EVERY_HOOK, timeout_s=650)
+        report = judge(parts, "edge", *EVERY_HOOK, timeout_s=1100)
     assert ids(report, "NOT RUN") == set()
     assert ids(report, "SKIP") == EVERYTHING_IS_OFFERED
     assert report["exit"] == 0
