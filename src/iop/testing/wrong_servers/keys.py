@@ -85,7 +85,7 @@ class _Races(MemoryJournal):
 
     async def find_key(self, claim: KeyClaim) -> Replay | None:
         found = await super().find_key(claim)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.25)  # long enough for callers of a busy machine
         return found
 
     async def accept(self, claim: KeyClaim, decide: Decide) -> OperationRecord | Replay:
