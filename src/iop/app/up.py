@@ -111,10 +111,11 @@ class Up:
             process.before_kill(lambda: (home / RUN_FILE).unlink(missing_ok=True))
             try:
                 started = await self._start(home)
+                # Said before it is announced: who waits for the ready file finds the whole text.
+                self._on_ready(started)
                 process.announce(
                     {key: value for key, value in _facts(started.run).items() if key != "tokens"}
                 )
-                self._on_ready(started)
                 lost = await self._supervise(process)
             except BaseException:
                 await self._stop(in_order=False)

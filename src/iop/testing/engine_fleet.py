@@ -176,13 +176,15 @@ class EngineFleet(ProcessFleet):
         return AdminClient(AdminTarget(address=self.engines[node]["admin"], token=ENGINE_TOKEN))
 
     async def all_operated(self, *, within_s: float = START_TIMEOUT_S) -> None:
-        """Wait until every rank is known to the Edge, connected and reconciled."""
+        """Wait until every rank is known to the Edge, connected and reconciled, and what they serve is recorded."""
         wanted = len(self.engines) * self.ranks
 
         async def is_so() -> bool:
             profile = await client.profile()
             known = [p for p in profile.participants if p.state.name not in {"OFFLINE", "QUARANTINED"}]
-            return len(known) == wanted and all(p.weight_version for p in known)
+            # The profile tells what the ranks said before it is recorded as the model's weights.
+            is_recorded = {weights.model for weights in profile.weights} >= {MODEL}
+            return len(known) == wanted and all(p.weight_version for p in known) and is_recorded
 
         async with self.client() as client:
             await eventually(is_so, what="every rank is operated", within_s=within_s)
