@@ -103,7 +103,7 @@ class _Races(MemoryJournal):
                 await met.wait()
         return found
 
-    def _find_key(self, claim: KeyClaim) -> Replay | None:  # noqa: ARG002 - the look that is left out
+    def _find_key(self, claim: KeyClaim) -> Replay | None:
         return None
 
 
