@@ -286,10 +286,23 @@ class Executor:
     async def _read_before(
         self, phase: Phase, groups: Sequence[GroupMembers]
     ) -> Mapping[ParticipantId, ParticipantReadBack]:
-        """What an undo has to go back to."""
-        if phase.undo is None:
-            return {}
-        return await self._ledger.read_groups(groups)
+        """What an undo has to go back to, and which processes the phase begins with.
+
+        An engine that cannot be read back is told apart from its successor by the process that answered last; a
+        server that is restarted would not know otherwise that what it left there is gone.
+        """
+        last = self._ports.last_seen
+        begun = {s.group_id for s in self._ledger.steps.values()}
+        seen = {
+            p: ParticipantReadBack(participant_id=p, reachable=False, instance=last[p].instance)
+            for g in groups
+            for p in g.participant_ids
+            if g.group_id not in begun and p in last and last[p].instance
+        }
+        if phase.undo is not None:
+            told = await self._ledger.read_groups(groups)
+            seen.update({p: read_back for p, read_back in told.items() if read_back.reachable})
+        return seen
 
     async def _begin(
         self,

@@ -41,14 +41,14 @@ def epoch_refusals(request: MutationRequest, intent: Intent, desired: Desired) -
             case RestoreResourcesRequest(resource_epoch=epoch, kinds=kinds):
                 find_release(desired, epoch, kinds)
             case UpdateWeightsRequest():
-                _check_weight_version(request, intent)
+                _check_weight_version(request, intent, desired)
             case _:
                 pass
     except IopError as refusal:
         yield refusal
 
 
-def _check_weight_version(request: UpdateWeightsRequest, intent: Intent) -> None:
+def _check_weight_version(request: UpdateWeightsRequest, intent: Intent, desired: Desired) -> None:
     current = intent.previous_version
     if request.expected_weight_version is not None and request.expected_weight_version != current:
         raise Conflict(
@@ -56,7 +56,10 @@ def _check_weight_version(request: UpdateWeightsRequest, intent: Intent) -> None
             reason="WEIGHT_VERSION_MISMATCH",
             details={"current_weight_version": current},
         )
-    if intent.selection is not None and request.weight_version == current:
+    if intent.selection is None or request.weight_version != current:
+        return
+    # Whoever is quarantined may hold anything: the published version is then what it is to get (AD-31).
+    if not any(p.group_id in desired.quarantines for p in intent.selection.chosen):
         raise PreconditionFailed(
             f"{current!r} is the weight version already; publish under another one",
             reason="SAME_WEIGHT_VERSION",

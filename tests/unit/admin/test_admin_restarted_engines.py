@@ -4,12 +4,18 @@ claimed of them.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
-from admin_requests import pause, release, restore, update
+from admin_requests import flush, pause, release, restore, update
 
 from iop.admin.enums import ResourceKind
 from iop.admin.requests import MutationRequest
 from iop.admin.results import OperationCompleted, OperationFailed
+from iop.admin.steps import ParticipantReadBack
+from iop.core.errors import PreconditionFailed
+from iop.core.ids import ParticipantId
 from iop.testing.admin_world import AdminWorld, run_world
 from iop.testing.fake_participants import FaultKind
 
@@ -95,5 +101,62 @@ def test_an_engine_that_restarts_within_a_restore_is_no_case_for_quarantine() ->
             assert ended.error.quarantined == ()
             again = (await world.run(restore(2, "again")))[-1].event
             assert isinstance(again, OperationCompleted), again
+
+    run_world(scenario)
+
+
+@pytest.mark.clause("AD-26", "AD-29", "AD-31", "AD-35")
+@pytest.mark.parametrize(
+    ("request_", "dies_after_s"),
+    [(pause("late", deadline_ms=2000), 15.0), (flush("late", deadline_ms=2000), 5.0)],
+    ids=["undone", "kept"],
+)
+def test_an_engine_that_hung_before_it_died_with_its_server_is_brought_back(
+    request_: MutationRequest, dies_after_s: float
+) -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            await world.run(update("v1"))
+            read_back = world.fleet.read_back
+
+            async def silent(ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
+                await asyncio.Event().wait()
+                return await read_back(ids)
+
+            world.fleet.read_back = silent  # type: ignore[method-assign]
+            world.fleet.arm(FaultKind.HANG, "a/0", once=False)
+            operation_id = await world.submit(request_)
+            await world.settle(dies_after_s)
+            assert world.store.step_records[operation_id]
+        world.fleet.read_back = read_back  # type: ignore[method-assign]
+        world.fleet.faults.clear()
+        for group in "ab":
+            world.fleet.restart(group)
+        async with world.server():
+            await world.finish(operation_id)
+            assert world.store.desired.quarantines == {}
+            await world.settle(5.0)
+            assert {(r.content, r.paused) for r in world.fleet.ranks.values()} == {("/weights/v1", False)}
+
+    run_world(scenario)
+
+
+@pytest.mark.clause("AD-31", "AD-45")
+def test_the_published_version_may_be_put_again_on_whoever_is_quarantined() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            await world.run(update("v1"))
+            world.fleet.arm(FaultKind.ERROR, "a/0", once=False)
+            await world.run(pause())
+            assert set(world.store.desired.quarantines) == {"a"}
+            world.fleet.faults.clear()
+            for rank in world.fleet.members("a"):
+                rank.content, rank.label, rank.paused = "base", "v0", False
+            ended = (await world.run(update("v1", "again")))[-1].event
+            assert isinstance(ended, OperationCompleted), ended
+            assert {r.content for r in world.fleet.ranks.values()} == {"/weights/v1"}
+            assert world.store.desired.quarantines == {}
+            with pytest.raises(PreconditionFailed, match="weight version already"):
+                await world.run(update("v1", "once more"))
 
     run_world(scenario)
