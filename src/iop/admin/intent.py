@@ -52,6 +52,7 @@ from iop.admin.requests import (
     UpdateWeightsRequest,
     WeightSource,
 )
+from iop.admin.steps import profile_id_of
 from iop.admin.targets import Selection, public_models, select, select_ids
 from iop.core.errors import NotFound, PreconditionFailed
 from iop.core.ids import GroupId, OperationId
@@ -287,7 +288,7 @@ def operation_facts(
                 gates_operation=request.quiesce is not None,
             )
         case StartProfileRequest():
-            profile_id = f"profile-{operation_id}"
+            profile_id = profile_id_of(operation_id)
             return OperationFacts(phases=start_profile_phases(request, profile_id), profile_id=profile_id)
         case StopProfileRequest():
             is_running = intent.profile is not None and not intent.profile.stopped

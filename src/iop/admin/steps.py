@@ -157,6 +157,11 @@ class UndoWeightsStep:
     previous_weight_version: str
 
 
+def profile_id_of(operation_id: OperationId) -> str:
+    """The id of the profile that an operation starts: known before it runs, and told by it ever after."""
+    return f"profile-{operation_id}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StartProfileStep:
     """Begin to record. Undo: `StopProfileStep`."""

@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 
 from iop.adapters.openengine.channel import END_OF_CALL, bearer, connect, error_of
 from iop.admin.codec import RecordCodec
-from iop.admin.enums import AdminOperationState
+from iop.admin.enums import AdminOperationKind, AdminOperationState
 from iop.admin.profile import AdminProfile
 from iop.admin.requests import (
     DiskSource,
@@ -68,6 +68,7 @@ REATTACH_DELAY_S: Final = 0.5
 """Between attempts to follow a mutation whose stream broke; the step's own time bounds them all."""
 
 _RUNNING_MAX: Final = 100
+"""Operations in one answer; the contract's servers give no more."""
 
 _ENDED_POLL_S: Final = 0.05
 """Between two looks for the end of an operation that was called off; it takes back what it did first."""
@@ -134,6 +135,12 @@ class AdminRpc:
     async def unfinished(self) -> Sequence[AdminOperation]:
         """The engine's operations that run now; an engine runs few at once, so one page has them all."""
         request = ListOperationsRequest(page_size=_RUNNING_MAX, states=_UNFINISHED)
+        message = self._codec.encode(request, pb.ListAdminOperationsRequest())
+        return self._codec.decode(await self._unary("ListOperations", message), OperationPage).operations
+
+    async def newest(self, kind: AdminOperationKind, state: AdminOperationState) -> Sequence[AdminOperation]:
+        """The newest operations of one kind in one state: a page of them."""
+        request = ListOperationsRequest(page_size=_RUNNING_MAX, kinds=(kind,), states=(state,))
         message = self._codec.encode(request, pb.ListAdminOperationsRequest())
         return self._codec.decode(await self._unary("ListOperations", message), OperationPage).operations
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 
@@ -22,6 +22,7 @@ from iop.adapters.openengine import steps
 from iop.adapters.openengine.admin_rpc import AdminRpc, OperationFailedError
 from iop.adapters.openengine.artifact_fetch import ArtifactFetch
 from iop.adapters.openengine.channel import bearer, check_authority, connect, error_of, open_channel
+from iop.adapters.openengine.profiles import ProfileBook
 from iop.admin.enums import (
     AdminErrorCode,
     AdminOperationKind,
@@ -30,7 +31,7 @@ from iop.admin.enums import (
     ReconfigurableField,
 )
 from iop.admin.participant import ProgressSink
-from iop.admin.profile import ActivePause, AdminProfile, ParticipantInfo
+from iop.admin.profile import ActivePause, ActiveRelease, AdminProfile, ParticipantInfo
 from iop.admin.requests import (
     DiskSource,
     FlushCachesRequest,
@@ -74,8 +75,10 @@ from iop.admin.steps import (
     UndoWeightsStep,
     VerifyWeightsStep,
     WorkCounts,
+    profile_id_of,
 )
 from iop.core.errors import (
+    Conflict,
     DeadlineExceeded,
     InvalidRequest,
     IopError,
@@ -93,8 +96,7 @@ from iop.wire.messages import OpenEngineSettings, StreamErrorCode
 
 _log = logging.getLogger(__name__)
 
-PROFILES_KEPT_MAX: Final = 256
-"""Profiles whose engine-side id is remembered; stopping an older one needs the engine's own port."""
+_Epoch = TypeVar("_Epoch", ActivePause, ActiveRelease)
 
 ARTIFACTS_KEPT_MAX: Final = 4096
 """Artifacts whose size and digest are remembered; older ones are held to them by who asked for them alone."""
@@ -126,8 +128,8 @@ class OpenEngineControl:
         self._sources: dict[str, tuple[str, DiskSource]] = {}
         self._sources_asked: object = None
         self._artifacts: dict[str, ProfileArtifact] = {}
-        self._profiles: dict[str, str] = {}
-        self._profiles_running: dict[ParticipantId, frozenset[str]] = {}
+        self._profiles = ProfileBook()
+        self._under_way: set[str] = set()
         self._serving: dict[ParticipantId, dict[ReconfigurableField, ServingValue]] = {}
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -182,13 +184,39 @@ class OpenEngineControl:
         self._tasks.create_task(fetch.run(on_done), name="artifact")
 
     async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
-        """From a profile read now; whoever it does not name cannot be told about."""
+        """From a profile read now; whoever it does not name cannot be told about.
+
+        Nor can those that an operation of ours still acts on for nobody: for a step that was given up, perhaps by a
+        process of ours that is gone. What the engine says of them is not what it will be.
+        """
         try:
+            unsettled = await self._unsettled()
             profile = await self._refresh()
         except IopError as exc:
             self._note_failure(exc)
             return [ParticipantReadBack(participant_id=each, reachable=False) for each in participant_ids]
-        return self._read(profile, participant_ids)
+        told = [each for each in participant_ids if each not in unsettled]
+        seen = {each.participant_id: each for each in self._read(profile, told)}
+        return [
+            seen.get(each) or ParticipantReadBack(participant_id=each, reachable=False)
+            for each in participant_ids
+        ]
+
+    async def _unsettled(self) -> frozenset[ParticipantId]:
+        """Whom operations of ours still act on that no step follows here; asked before the state is read."""
+        try:
+            running = await self._admin().unfinished()
+        except (Unsupported, PermissionDenied):
+            return frozenset()
+        return frozenset(
+            status.participant_id
+            for each in running
+            if steps.is_nested_key(each.idempotency_key) and not self._is_followed(each.idempotency_key)
+            for status in each.participants
+        )
+
+    def _is_followed(self, key: str) -> bool:
+        return any(key == own or key.startswith(f"{own}/") for own in self._under_way)
 
     async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
         """As :meth:`iop.adapters.base.Adapter.execute_step`."""
@@ -198,6 +226,8 @@ class OpenEngineControl:
             return steps.refused(call, exc)
         except (DeadlineExceeded, RemoteProtocolError) as exc:
             raise Unavailable(exc.message, reason=exc.reason) from exc
+        own = steps.nested_key(call)
+        self._under_way.add(own)
         try:
             if await self._end_what_was_given_up(call):
                 profile = await self._refresh()
@@ -208,6 +238,8 @@ class OpenEngineControl:
             raise
         except IopError as exc:
             result = steps.refused(call, exc)
+        finally:
+            self._under_way.discard(own)
         self._services.on_change()
         return result
 
@@ -324,10 +356,16 @@ class OpenEngineControl:
         self, call: StepCall, body: PauseStep, profile: AdminProfile, report: ProgressSink
     ) -> StepResult:
         self._require(profile, call, AdminOperationKind.PAUSE)
-        request = PauseRequest(
-            options=steps.options_of(call), target=steps.targets_of(call), pause=body.pause
-        )
-        result = steps.succeeded(call, await self._mutate(call, request, report))
+        standing = await self._ours(steps.pauses_over(profile, call.participant_ids))
+        result = steps.succeeded(call, None)
+        over = steps.over_standing(body.pause.mode, standing, call.participant_ids)
+        if over is steps.Standing.THAWS:
+            await self._end_pauses(call, standing, report, is_whole_step=False)
+        if over is not steps.Standing.ENOUGH:
+            request = PauseRequest(
+                options=steps.options_of(call), target=steps.targets_of(call), pause=body.pause
+            )
+            result = steps.succeeded(call, await self._mutate(call, request, report))
         read = self._read(await self._refresh(), call.participant_ids)
         awake = [back.participant_id for back in read if not back.paused]
         if awake:
@@ -338,15 +376,8 @@ class OpenEngineControl:
         return result
 
     async def _resume(self, call: StepCall, profile: AdminProfile, report: ProgressSink) -> StepResult:
-        ours = [
-            pause for pause in steps.pauses_over(profile, call.participant_ids) if await self._is_ours(pause)
-        ]
-        resumed = 0
-        for pause in ours:
-            request = steps.resume_request(call, pause, is_only=len(ours) == 1)
-            result = await self._mutate(call, request, report)
-            if isinstance(result, ResumeResult):
-                resumed += result.resumed
+        ours = await self._ours(steps.pauses_over(profile, call.participant_ids))
+        resumed = await self._end_pauses(call, ours, report, is_whole_step=len(ours) == 1)
         read = self._read(await self._refresh(), call.participant_ids)
         asleep = [back.participant_id for back in read if back.paused is not False]
         if asleep:
@@ -361,6 +392,18 @@ class OpenEngineControl:
             ParticipantOutcome(participant_id=each, changed=bool(ours)) for each in call.participant_ids
         )
         return StepResult(participants=outcomes, work=WorkCounts(resumed=resumed))
+
+    async def _end_pauses(
+        self, call: StepCall, pauses: Sequence[ActivePause], report: ProgressSink, *, is_whole_step: bool
+    ) -> int:
+        """End pauses of ours at the engine; how many frozen requests went on."""
+        resumed = 0
+        for pause in pauses:
+            request = steps.resume_request(call, pause, is_whole_step=is_whole_step)
+            result = await self._mutate(call, request, report)
+            if isinstance(result, ResumeResult):
+                resumed += result.resumed
+        return resumed
 
     async def _release(
         self, call: StepCall, body: ReleaseStep, profile: AdminProfile, report: ProgressSink
@@ -388,11 +431,13 @@ class OpenEngineControl:
     async def _restore(
         self, call: StepCall, body: RestoreStep, profile: AdminProfile, report: ProgressSink
     ) -> StepResult:
-        releases = [
-            each
-            for each in steps.releases_over(profile, call.participant_ids)
-            if not set(body.kinds).isdisjoint(each.kinds)
-        ]
+        releases = await self._ours(
+            [
+                each
+                for each in steps.releases_over(profile, call.participant_ids)
+                if not set(body.kinds).isdisjoint(each.kinds)
+            ]
+        )
         amounts: list[Any] = []
         for release in releases:
             request = steps.restore_request(call, release, body.kinds, is_only=len(releases) == 1)
@@ -484,23 +529,22 @@ class OpenEngineControl:
                 label=body.label,
             )
         )
-        while len(self._profiles) >= PROFILES_KEPT_MAX:
-            self._profiles.pop(next(iter(self._profiles)))
-        self._profiles[body.profile_id] = result.profile_id
-        for each in call.participant_ids:
-            self._profiles_running[each] = self._profiles_running.get(each, frozenset()) | {body.profile_id}
+        self._profiles.note_started(body.profile_id, result.profile_id, call.participant_ids)
         return steps.succeeded(call, None)
 
     async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:
-        engine_id = self._profiles.get(profile_id)
-        if engine_id is None:
-            # Started before this process; its engine-side id is gone with that.
-            raise NotFound("the node no longer knows this profile; stop it on the engine's own port")
-        result: StopProfileResult = await self._admin().stop_profile(
-            StopProfileRequest(options=steps.options_of(call), profile_id=engine_id), timeout_s=call.timeout_s
-        )
-        for each in call.participant_ids:
-            self._profiles_running[each] = self._profiles_running.get(each, frozenset()) - {profile_id}
+        engine_id = await self._profiles.engine_id(profile_id, self._admin())
+        if not engine_id:
+            if profile_id == profile_id_of(call.operation_id):
+                return _untouched(call)  # the undo of a start that never came to anything
+            raise NotFound("the engine knows of no such profile of ours; stop it on the engine's own port")
+        request = StopProfileRequest(options=steps.options_of(call), profile_id=engine_id)
+        try:
+            result: StopProfileResult = await self._admin().stop_profile(request, timeout_s=call.timeout_s)
+        except (PreconditionFailed, NotFound, Conflict):
+            self._profiles.note_refused(profile_id)
+            raise
+        self._profiles.note_stopped(profile_id)
         for artifact in result.artifacts:
             self._artifacts.pop(artifact.uri, None)
             self._artifacts[artifact.uri] = artifact
@@ -552,13 +596,17 @@ class OpenEngineControl:
             ):
                 raise Unsupported(f"the engine does not offer {kind.name}", reason="NOT_OFFERED")
 
-    async def _is_ours(self, pause: ActivePause) -> bool:
-        """Whether a step of ours made this pause; only its maker and admins are shown the key."""
-        try:
-            operation = await self._admin().operation(pause.operation_id)
-        except NotFound:
-            return False
-        return steps.is_nested_key(operation.idempotency_key)
+    async def _ours(self, found: Sequence[_Epoch]) -> list[_Epoch]:
+        """Those pauses or releases that a step of ours made; only their maker and admins are shown the key."""
+        ours = []
+        for each in found:
+            try:
+                operation = await self._admin().operation(each.operation_id)
+            except NotFound:
+                continue
+            if steps.is_nested_key(operation.idempotency_key):
+                ours.append(each)
+        return ours
 
     def _read(
         self, profile: AdminProfile, participant_ids: Iterable[ParticipantId]
@@ -567,7 +615,7 @@ class OpenEngineControl:
             profile,
             participant_ids,
             instance=self._instance,
-            profiles_running=self._profiles_running,
+            profiles_running=self._profiles.running,
             frozen=self._frozen,
             serving=self._serving,
         )
@@ -581,11 +629,12 @@ class OpenEngineControl:
                 self._instance = instance
                 self._services.on_change()
                 self._frozen = 0
-                self._profiles_running.clear()
+                self._profiles.engine_restarted()
                 self._serving.clear()
         before = self._profile
         self._profile = await self._admin().profile()
         await self._learn_sources(self._profile)
+        await self._profiles.learn(self._admin())
         if self._failure or before is None or self._profile.participants != before.participants:
             self._failure = ""
             self._services.on_change()

@@ -108,6 +108,40 @@ def targets_of(call: StepCall) -> ParticipantTargets:
     return ParticipantTargets(participant_ids=call.participant_ids)
 
 
+@enum.unique
+class Standing(enum.Enum):
+    """What pauses of ours that stand at the engine mean for a pause that is asked for now."""
+
+    ENOUGH = "enough"
+    """It stands as still as wanted, or harder; a softer mode would be refused, and would change nothing."""
+    THAWS = "thaws"
+    """Frozen work is to drain: it must go on first."""
+    OPEN = "open"
+    """The engine takes the pause as it is asked for."""
+
+
+_HARDNESS: Final = {PauseMode.KEEP: 0, PauseMode.DRAIN: 1, PauseMode.ABORT: 2}
+
+
+def over_standing(
+    mode: PauseMode, standing: Sequence[ActivePause], participant_ids: Sequence[ParticipantId]
+) -> Standing:
+    """Judge a pause over those of ours that an older step left: one that was given up, or whose undo never came.
+
+    Args:
+        mode: wanted now.
+        standing: in force at the engine.
+        participant_ids: who is to be paused.
+    """
+    covering = [pause for pause in standing if set(participant_ids) <= set(pause.participant_ids)]
+    hardest = max((_HARDNESS[pause.mode] for pause in covering), default=-1)
+    if hardest > _HARDNESS[mode]:
+        return Standing.ENOUGH
+    if mode is PauseMode.DRAIN and any(pause.mode is PauseMode.KEEP for pause in standing):
+        return Standing.THAWS
+    return Standing.OPEN
+
+
 # ---- the profile, read ----
 
 
@@ -162,6 +196,9 @@ def read_back_of(
                 ParticipantReadBack(participant_id=participant_id, reachable=False, instance=instance)
             )
             continue
+        if participant.quarantined:
+            answers.append(_in_quarantine(participant, instance=instance))
+            continue
         weights = weights_of(profile, participant.info.models)
         answers.append(
             ParticipantReadBack(
@@ -180,6 +217,17 @@ def read_back_of(
             )
         )
     return tuple(answers)
+
+
+def _in_quarantine(participant: AdminParticipant, *, instance: str) -> ParticipantReadBack:
+    """A participant of which the engine itself does not know that it is as it should be (AD-31).
+
+    It takes no inference, whatever its pause says. What cannot be told counts as different, so that it is not opened
+    here either, and whatever heals it there is tried.
+    """
+    return ParticipantReadBack(
+        participant_id=participant.info.participant_id, instance=instance, paused=participant.paused
+    )
 
 
 def weights_of(profile: AdminProfile, models: Sequence[str]) -> ModelWeights | None:
@@ -354,9 +402,9 @@ def not_verified(
 # ---- requests ----
 
 
-def resume_request(call: StepCall, pause: ActivePause, *, is_only: bool) -> ResumeRequest:
-    """End one pause. When several are ours, each has a key of its own."""
-    suffix = "" if is_only else f"/{pause.pause_epoch}"
+def resume_request(call: StepCall, pause: ActivePause, *, is_whole_step: bool) -> ResumeRequest:
+    """End one pause. Unless that is the whole step, it has a key of its own."""
+    suffix = "" if is_whole_step else f"/{pause.pause_epoch}"
     return ResumeRequest(options=options_of(call, suffix=suffix), pause_epoch=pause.pause_epoch)
 
 

@@ -1,0 +1,112 @@
+"""Profiles that our steps started at an engine: which id it gave each, and which may still run (AD-46).
+
+The engine's own list of operations is the memory. Whatever a step started is found there by the key of the step, also
+when its answer never came, or came to a process that is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from iop.adapters.openengine import steps
+from iop.adapters.openengine.admin_rpc import AdminRpc
+from iop.admin.enums import AdminOperationKind, AdminOperationState
+from iop.admin.results import StartProfileResult, StopProfileResult
+from iop.admin.steps import profile_id_of
+from iop.core.errors import PermissionDenied, Unsupported
+from iop.core.ids import OperationId, ParticipantId
+
+__all__ = ["ProfileBook"]
+
+PROFILES_KEPT_MAX: Final = 256
+"""Profiles whose engine-side id is remembered; an older one is looked up again when it is to be stopped."""
+
+
+class ProfileBook:
+    """What is known of the profiles of one engine."""
+
+    def __init__(self) -> None:
+        self._engine_ids: dict[str, str] = {}
+        self._running: dict[ParticipantId, frozenset[str]] = {}
+        self._doubtful: set[str] = set()
+        self._has_asked = False
+
+    @property
+    def running(self) -> Mapping[ParticipantId, frozenset[str]]:
+        """Our ids of the profiles that each participant was told to record and not to stop."""
+        return self._running
+
+    def engine_restarted(self) -> None:
+        """Nothing records any more in another process of the engine."""
+        self._running.clear()
+        self._doubtful.clear()
+
+    async def learn(self, rpc: AdminRpc) -> None:
+        """Take over, once, what a process before us started.
+
+        Raises:
+            IopError: the engine could not be asked; ask again.
+        """
+        if self._has_asked:
+            return
+        started = await _started(rpc)
+        stopped = await _stopped(rpc) if started else frozenset()
+        self._has_asked = True
+        for ours, result in started.items():
+            if result.profile_id not in stopped and ours not in self._engine_ids:
+                self.note_started(ours, result.profile_id, result.participant_ids)
+                # The engine may have been restarted since, unseen.
+                self._doubtful.add(ours)
+
+    def note_started(self, ours: str, engine_id: str, participants: Iterable[ParticipantId]) -> None:
+        """A profile records now."""
+        self._remember(ours, engine_id)
+        for each in participants:
+            self._running[each] = self._running.get(each, frozenset()) | {ours}
+
+    def note_stopped(self, ours: str) -> None:
+        """It records no more."""
+        self._doubtful.discard(ours)
+        self._running = {each: profiles - {ours} for each, profiles in self._running.items()}
+
+    def note_refused(self, ours: str) -> None:
+        """The engine does not stop it: where only a process before us knew that it ran, it does not run."""
+        if ours in self._doubtful:
+            self.note_stopped(ours)
+
+    async def engine_id(self, ours: str, rpc: AdminRpc) -> str:
+        """The engine's id of a profile; empty when no step of ours is known to have started it."""
+        found = self._engine_ids.get(ours)
+        if found is None:
+            started = (await _started(rpc)).get(ours)
+            if started is None:
+                return ""
+            found = started.profile_id
+            self._remember(ours, found)
+        return found
+
+    def _remember(self, ours: str, engine_id: str) -> None:
+        while len(self._engine_ids) >= PROFILES_KEPT_MAX:
+            self._engine_ids.pop(next(iter(self._engine_ids)))
+        self._engine_ids[ours] = engine_id
+
+
+async def _started(rpc: AdminRpc) -> Mapping[str, StartProfileResult]:
+    """By our id, what the engine's newest operations started for steps of ours."""
+    try:
+        operations = await rpc.newest(AdminOperationKind.START_PROFILE, AdminOperationState.SUCCEEDED)
+    except (Unsupported, PermissionDenied):
+        return {}
+    return {
+        profile_id_of(OperationId(each.idempotency_key.partition("/")[0])): each.result
+        for each in operations
+        if isinstance(each.result, StartProfileResult) and steps.is_nested_key(each.idempotency_key)
+    }
+
+
+async def _stopped(rpc: AdminRpc) -> frozenset[str]:
+    operations = await rpc.newest(AdminOperationKind.STOP_PROFILE, AdminOperationState.SUCCEEDED)
+    return frozenset(
+        each.result.profile_id for each in operations if isinstance(each.result, StopProfileResult)
+    )

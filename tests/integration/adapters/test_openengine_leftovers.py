@@ -1,0 +1,249 @@
+"""What an older step left at an engine behind its own admin server, and what that means for the next one.
+
+A step may be given up while its mutation still runs, its process may be gone, its undo may never have come. Whatever
+then stands at the engine (a pause, a release, a profile, other weights, a quarantine) must not be taken for its state,
+and must not stand in the way of what heals it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from test_openengine_adapter import DISK, AdminRig, admin, pause, running
+
+from iop.admin.enums import (
+    AdmissionPolicy,
+    BusyPolicy,
+    CacheKind,
+    PauseMode,
+    ProfilerKind,
+    ResourceKind,
+)
+from iop.admin.participant import ProgressSink
+from iop.admin.requests import AllTargets, MutationOptions, PauseSpec, ReleaseResourcesRequest
+from iop.admin.steps import (
+    ApplyWeightsStep,
+    FlushStep,
+    PauseStep,
+    ReleaseStep,
+    RestoreStep,
+    ResumeStep,
+    StartProfileStep,
+    Step,
+    StepCall,
+    StepResult,
+    StopProfileStep,
+    profile_id_of,
+)
+from iop.core.ids import OperationId
+from iop.testing.adapter_suite import PATIENCE_S, assert_all_ok, step_call
+from iop.testing.fake_participants import FaultKind
+
+__all__ = ["admin"]
+
+CPU = StartProfileStep(profile_id=profile_id_of(OperationId("prof")), kinds=(ProfilerKind.CPU,))
+FLUSH = FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.WAIT)
+
+
+class Held:
+    """Holds the engine's steps of one kind until it is let go."""
+
+    def __init__(self, rig: AdminRig, kind: type[Step]) -> None:
+        self.reached = asyncio.Event()
+        self.gate = asyncio.Event()
+        fleet, execute = rig.engine.world.fleet, rig.engine.world.fleet.execute
+
+        async def held(call: StepCall, report: ProgressSink) -> StepResult:
+            if isinstance(call.body, kind):
+                self.reached.set()
+                await self.gate.wait()
+            return await execute(call, report)
+
+        fleet.execute = held  # type: ignore[method-assign]
+
+
+async def given_up(rig: AdminRig, held: Held, body: Step, operation: str = "gone") -> None:
+    """Begin a step and leave it once the engine is at it."""
+    call = step_call(rig.adapter, body, operation=operation)
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(rig.adapter.execute_step(call, lambda _: None))
+        await held.reached.wait()
+        task.cancel()
+
+
+async def settled(rig: AdminRig) -> None:
+    """Wait until no operation runs at the engine."""
+    async with asyncio.timeout(PATIENCE_S), rig.other() as other:
+        for each in (await other.list_operations()).operations:
+            async for _ in other.watch(each.operation_id):
+                pass
+
+
+@pytest.mark.clause("AD-35", "AD-37")
+@pytest.mark.parametrize(
+    "body",
+    [
+        pause(),
+        FLUSH,
+        ApplyWeightsStep(model="public", source=DISK, weight_version="v1"),
+        CPU,
+    ],
+    ids=lambda body: type(body).__name__,
+)
+async def test_nothing_is_told_of_ranks_that_a_given_up_step_still_changes(
+    admin: AdminRig, body: Step
+) -> None:
+    if isinstance(body, ApplyWeightsStep):
+        assert_all_ok(await admin.step(pause(PauseMode.ABORT)))
+    held = Held(admin, type(body))
+    await given_up(admin, held, body)
+    assert [each.reachable for each in await admin.adapter.read_back(admin.ids)] == [False, False]
+    held.gate.set()
+    await settled(admin)
+    assert [each.reachable for each in await admin.adapter.read_back(admin.ids)] == [True, True]
+
+
+@pytest.mark.clause("AD-26", "AD-36")
+async def test_ranks_under_a_step_that_is_followed_are_told_of(admin: AdminRig) -> None:
+    held = Held(admin, FlushStep)
+    call = step_call(admin.adapter, FLUSH, operation="mine")
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(admin.adapter.execute_step(call, lambda _: None))
+        await held.reached.wait()
+        assert [each.reachable for each in await admin.adapter.read_back(admin.ids)] == [True, True]
+        held.gate.set()
+        assert_all_ok(await task)
+
+
+@pytest.mark.clause("AD-37", "AD-39", "AD-41")
+@pytest.mark.parametrize("left", PauseMode)
+@pytest.mark.parametrize("wanted", PauseMode)
+async def test_a_pause_that_an_older_step_left_is_in_no_newer_ones_way(
+    admin: AdminRig, left: PauseMode, wanted: PauseMode
+) -> None:
+    assert_all_ok(await admin.step(pause(left), operation="left"))
+    assert_all_ok(await admin.step(pause(wanted), operation="newer"))
+    assert all(rank.paused for rank in admin.engine.world.fleet.members("g"))
+    assert_all_ok(await admin.step(ResumeStep(), operation="newer", step=2))
+    assert not any(rank.paused for rank in admin.engine.world.fleet.members("g"))
+    assert admin.engine.world.store.desired.pauses == {}
+
+
+@pytest.mark.clause("AD-33", "AD-41")
+async def test_work_that_a_left_pause_froze_goes_on_before_it_is_drained(admin: AdminRig) -> None:
+    fleet = admin.engine.world.fleet
+    fleet.work["g"] = 2  # type: ignore[index]
+    kept = await admin.step(pause(PauseMode.KEEP), operation="left")
+    assert kept.work.kept == 2
+    assert_all_ok(await admin.step(pause(PauseMode.DRAIN), operation="newer"))
+    assert [type(call.body) for call in fleet.calls] == [PauseStep, ResumeStep, PauseStep]
+    assert fleet.frozen["g"] == 0  # type: ignore[index]
+
+
+@pytest.mark.clause("AD-37", "AD-44")
+async def test_a_release_that_somebody_else_made_is_not_ended(admin: AdminRig) -> None:
+    assert_all_ok(await admin.step(pause()))
+    assert_all_ok(await admin.step(ReleaseStep(kinds=(ResourceKind.KV_CACHE,))))
+    async with admin.other() as other:
+        theirs = ReleaseResourcesRequest(
+            options=MutationOptions(idempotency_key="theirs"),
+            target=AllTargets(),
+            kinds=(ResourceKind.GRAPHS,),
+        )
+        async for _ in other.submit(theirs):
+            pass
+    both = RestoreStep(kinds=(ResourceKind.KV_CACHE, ResourceKind.GRAPHS))
+    result = await admin.step(both)
+    assert all(each.error is not None for each in result.participants)
+    held = {kind for each in admin.engine.world.store.desired.releases.values() for kind in each.kinds}
+    assert held == {ResourceKind.GRAPHS}
+
+
+@pytest.mark.clause("AD-29", "AD-46")
+async def test_a_profile_whose_start_was_given_up_is_stopped_by_its_undo(admin: AdminRig) -> None:
+    held = Held(admin, StartProfileStep)
+    await given_up(admin, held, CPU, operation="prof")
+    held.gate.set()
+    await settled(admin)
+    assert any(rank.profiles for rank in admin.engine.world.fleet.members("g"))
+    undo = StopProfileStep(profile_id=CPU.profile_id)
+    assert_all_ok(await admin.step(undo, operation="prof", step=2))
+    assert not any(rank.profiles for rank in admin.engine.world.fleet.members("g"))
+
+
+@pytest.mark.clause("AD-29", "AD-46")
+async def test_the_undo_of_a_profile_that_never_started_has_nothing_to_do(admin: AdminRig) -> None:
+    undo = StopProfileStep(profile_id=CPU.profile_id)
+    result = await admin.step(undo, operation="prof", step=2)
+    assert_all_ok(result)
+    assert not any(each.changed for each in result.participants)
+    elsewhere = await admin.step(undo, operation="another")
+    assert all(each.error is not None for each in elsewhere.participants)
+
+
+@pytest.fixture
+async def profiled(admin: AdminRig) -> AsyncIterator[AdminRig]:
+    """A profile runs, and the process that started it is gone."""
+    assert_all_ok(await admin.step(CPU, operation="prof"))
+    async with running(admin.settings) as adapter:
+        await adapter.probe()
+        admin.adapter = adapter
+        yield admin
+
+
+@pytest.mark.clause("AD-46")
+async def test_a_profile_that_an_earlier_process_started_still_runs_and_can_be_stopped(
+    profiled: AdminRig,
+) -> None:
+    told = await profiled.adapter.read_back(profiled.ids)
+    assert [each.profiles for each in told] == [frozenset({CPU.profile_id})] * 2
+    stopped = await profiled.step(StopProfileStep(profile_id=CPU.profile_id), operation="stop")
+    assert_all_ok(stopped)
+    assert all(each.artifacts for each in stopped.participants)
+    assert [each.profiles for each in await profiled.adapter.read_back(profiled.ids)] == [frozenset()] * 2
+
+
+@pytest.mark.clause("AD-46")
+async def test_a_profile_of_an_earlier_process_that_the_engine_does_not_stop_is_over(
+    profiled: AdminRig,
+) -> None:
+    profiled.engine.world.fleet.restart("g")
+    for rank in ("g/0", "g/1"):
+        profiled.engine.world.fleet.arm(FaultKind.ERROR, rank, "StopProfileStep")
+    refused = await profiled.step(StopProfileStep(profile_id=CPU.profile_id), operation="stop")
+    assert all(each.error is not None for each in refused.participants)
+    assert [each.profiles for each in await profiled.adapter.read_back(profiled.ids)] == [frozenset()] * 2
+
+
+@pytest.mark.clause("AD-31", "AD-35")
+async def test_an_engines_own_quarantine_is_never_taken_for_being_as_desired(admin: AdminRig) -> None:
+    fleet = admin.engine.world.fleet
+    assert_all_ok(await admin.step(pause(), operation="up", step=1))
+    new = ApplyWeightsStep(model="public", source=DISK, weight_version="v1")
+    assert_all_ok(await admin.step(new, operation="up", step=2))
+    assert_all_ok(await admin.step(ResumeStep(), operation="up", step=3))
+    fleet.arm(FaultKind.ERROR, "g/0", once=False)
+    refused = await admin.step(pause(), operation="ill")
+    assert any(each.error is not None for each in refused.participants)
+    assert set(admin.engine.world.store.desired.quarantines) == {"g"}
+    fleet.faults.clear()
+    told = await admin.adapter.read_back(admin.ids)
+    assert [(each.reachable, each.released, each.weight_version) for each in told] == [
+        (True, None, None),
+        (True, None, None),
+    ]
+
+    # The published version is what heals it, also where the engine says that it has it.
+    for rank in fleet.members("g"):
+        rank.content, rank.label, rank.paused = "base", "v0", False
+    hard = PauseStep(pause=PauseSpec(mode=PauseMode.ABORT, admission=AdmissionPolicy.QUEUE))
+    assert_all_ok(await admin.step(hard, operation="heal", step=1))
+    again = ApplyWeightsStep(model="public", source=DISK, weight_version="v1")
+    assert_all_ok(await admin.step(again, operation="heal", step=2))
+    assert_all_ok(await admin.step(ResumeStep(), operation="heal", step=3))
+    assert admin.engine.world.store.desired.quarantines == {}
+    assert {rank.content for rank in fleet.members("g")} == {DISK.path}
+    told = await admin.adapter.read_back(admin.ids)
+    assert [(each.released, each.weight_version) for each in told] == [(frozenset(), "v1")] * 2
