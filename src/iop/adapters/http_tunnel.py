@@ -4,6 +4,7 @@ to EN-57).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -153,29 +154,24 @@ def engine_headers(headers: Sequence[Header]) -> list[Header]:
     Raises:
         ValueError: a name or value could end its line; the whole request is refused.
     """
-    named_by_connection: set[bytes] = set()
-    for name, value in headers:
-        if name.lower() == b"connection":
-            named_by_connection.update(token.strip().lower() for token in value.split(b","))
+    named_by_connection: set[bytes] | None = None
     kept: list[Header] = []
-    for name, value in headers:
+    for header in headers:
+        name, value = header
         lowered = name.lower()
-        if lowered in NOT_FOR_ENGINES or lowered.startswith(OUR_PREFIX) or lowered in named_by_connection:
-            continue
-        if not _is_token(name) or _ends_line(value):
+        if lowered in NOT_FOR_ENGINES:
+            if lowered == b"connection":
+                named_by_connection = named_by_connection or set()
+                named_by_connection.update(token.strip().lower() for token in value.split(b","))
+        elif not lowered.startswith(OUR_PREFIX):
+            kept.append(header)
+    if named_by_connection:
+        kept = [header for header in kept if header[0].lower() not in named_by_connection]
+    for name, value in kept:
+        if _TOKEN.fullmatch(name) is None or _LINE_END.search(value) is not None:
             raise ValueError("a header cannot be sent")
-        kept.append((name, value))
     return kept
 
 
-_TOKEN_BYTES: Final = frozenset(
-    b"!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-)
-
-
-def _is_token(name: bytes) -> bool:
-    return bool(name) and _TOKEN_BYTES.issuperset(name)
-
-
-def _ends_line(value: bytes) -> bool:
-    return b"\r" in value or b"\n" in value or b"\0" in value
+_TOKEN: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_LINE_END: Final = re.compile(rb"[\r\n\0]")

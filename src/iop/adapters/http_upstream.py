@@ -119,6 +119,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._pool = pool
         self._view = pool.read_view
         self._transport: asyncio.Transport | None = None
+        self._readable = select.poll()
         self._exchange: HttpExchange | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
@@ -140,6 +141,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._readable.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the transport's interface
         return self._view
@@ -298,9 +300,7 @@ class _Connection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return False
-        poller = select.poll()
-        poller.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return not poller.poll(0)
+        return not self._readable.poll(0)
 
     def _deliver(self, exchange: HttpExchange) -> None:
         """Hand over what this read held, as one piece."""

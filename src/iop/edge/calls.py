@@ -8,9 +8,10 @@ providers that speak the caller's dialect, a :class:`RunCall` for those that tak
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum, unique
 from typing import NamedTuple, TypeAlias
+
+from msgspec import Struct, field
 
 from iop.core.ids import ModelId, NodeId, ProviderId, RequestId
 from iop.net.ports import RunSink, TunnelSink
@@ -78,8 +79,7 @@ class ProviderKey(NamedTuple):
         return f"{self.node}/{self.provider}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedTarget:
+class ServedTarget(Struct, frozen=True, kw_only=True):
     """Who serves an attempt: fixed by pool selection before any body is built (EN-54).
 
     Attributes:
@@ -103,8 +103,7 @@ class ServedTarget:
     workspace: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchRequest:
+class DispatchRequest(Struct, frozen=True, kw_only=True):
     """One caller's request, before anybody was chosen for it.
 
     Attributes:
@@ -134,8 +133,7 @@ class DispatchRequest:
     via: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TunnelCall:
+class TunnelCall(Struct, frozen=True, kw_only=True):
     """A provider HTTP request, built for one chosen target (EN-50).
 
     Attributes:
@@ -157,8 +155,7 @@ class TunnelCall:
     session_id: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunCall:
+class RunCall(Struct, frozen=True, kw_only=True):
     """A normalised run, built for one chosen target (EN-40 to EN-44)."""
 
     input: bytes

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
 from typing import Final, assert_never
+
+from msgspec.structs import replace
 
 from iop.core.errors import (
     Draining,

@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from iop.edge.calls import Call, DispatchRequest, Outcome, ServedTarget, TunnelCall
 from iop.edge.outcomes import RequestRecord

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import httptools
 import pytest
@@ -362,6 +363,52 @@ async def test_an_eager_answer_goes_on_where_it_waited(site: Site) -> None:
     assert (await caller.read_answer())[2] == b"later"
     await caller.send(GET)  # the future is done by now: nothing waits, no task is made
     assert (await caller.read_answer())[2] == b"later"
+
+
+async def begun_answer(site: Site, answer: Callable[[Exchange], None]) -> SilentTransport:
+    """What a connection has written in the very turn in which its request was answered so."""
+    handler = Recorder()
+    handler.on_exchange = lambda exchange, body: answer(exchange)
+    connection = HttpConnection(await site.serve(handler))
+    transport = SilentTransport()
+    connection.connection_made(transport)
+    connection.data_received(GET)
+    return transport
+
+
+@pytest.mark.clause("SF-08")
+@pytest.mark.parametrize("length", [2, None])
+async def test_a_head_goes_out_with_the_first_bytes_of_its_turn(site: Site, length: int | None) -> None:
+    def answer(exchange: Exchange) -> None:
+        exchange.start(200, [], length=length)
+        exchange.write(b"ok")
+
+    transport = await begun_answer(site, answer)
+    assert len(transport.written) == 1
+    assert transport.written[0].startswith(b"HTTP/1.1 200 OK") and b"ok" in transport.written[0]
+    await asyncio.sleep(0)
+    assert len(transport.written) == 1
+
+
+@pytest.mark.clause("SF-08")
+async def test_a_head_alone_waits_for_no_body(site: Site) -> None:
+    transport = await begun_answer(site, lambda exchange: exchange.start(200, [], length=2))
+    await asyncio.sleep(0)
+    assert b"".join(transport.written).endswith(b"content-length: 2\r\n\r\n")
+
+
+@pytest.mark.clause("SF-03")
+@pytest.mark.parametrize("end", [Exchange.cut, Exchange.end])
+async def test_an_answer_that_ends_before_its_body_has_its_head(
+    site: Site, end: Callable[[Exchange], None]
+) -> None:
+    def answer(exchange: Exchange) -> None:
+        exchange.start(200, [], length=2)
+        end(exchange)
+
+    transport = await begun_answer(site, answer)
+    assert b"".join(transport.written).endswith(b"content-length: 2\r\n\r\n")
+    assert transport.is_closed, "less than was stated is a cut"
 
 
 @pytest.mark.clause("SF-08")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from iop.core.ids import Generation, ModelId, NodeId, RequestId, RunId
 from iop.edge.pools import (

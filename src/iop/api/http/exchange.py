@@ -79,6 +79,7 @@ class Exchange:
         "_budgets",
         "_chunked",
         "_connection",
+        "_head",
         "_made",
         "_on_deadline",
         "_on_done",
@@ -116,6 +117,8 @@ class Exchange:
         self._budgets: tuple[ByteBudget, ...] = ()
         self._reserved = 0
         self._made = 0
+        self._head: bytes | None = None
+        """The answer's head while it waits, for the rest of this loop turn, to be sent with the body's first bytes."""
         self._chunked = False
         self._silent = False
         self._remaining: int | None = None
@@ -266,7 +269,16 @@ class Exchange:
             lines.append(b"connection: keep-alive\r\n")
         lines.append(b"\r\n")
         self.is_started = True
-        connection.write(b"".join(lines))
+        # A head that is not alone costs no system call of its own: what one read of the wire brings of an answer
+        # is mostly its head and its first bytes.
+        self._head = b"".join(lines)
+        connection.call_soon(self._send_head)
+
+    def _send_head(self) -> None:
+        """Nothing else came in the turn in which the answer began."""
+        head, self._head = self._head, None
+        if head is not None:
+            self._connection.write(head)
 
     def write(self, data: bytes) -> None:
         """Send body bytes. Never waits; look at ``is_writable`` afterwards."""
@@ -275,11 +287,16 @@ class Exchange:
         size = len(data)
         self.bytes_written += size
         if self._chunked:
-            self._connection.write(b"%x\r\n%b\r\n" % (size, data))
-            return
-        if self._remaining is not None:
+            data = b"%x\r\n%b\r\n" % (size, data)
+        elif self._remaining is not None:
             assert size <= self._remaining, "an answer must not exceed its stated length"
             self._remaining -= size
+        self._put(data)
+
+    def _put(self, data: bytes) -> None:
+        if self._head is not None:
+            data = self._head + data
+            self._head = None
         self._connection.write(data)
 
     def end(self) -> None:
@@ -291,7 +308,7 @@ class Exchange:
             return
         self.is_ended = True
         if self._chunked:
-            self._connection.write(b"0\r\n%b\r\n" % self._trailer_lines())
+            self._put(b"0\r\n%b\r\n" % self._trailer_lines())
         self._finish(cut=False)
 
     def _trailer_lines(self) -> bytes:
@@ -323,6 +340,7 @@ class Exchange:
         if self.is_gone:
             return
         self.is_gone = True
+        self._head = None
         self.release_body()
         callback, self._on_gone = self._on_gone, None
         self._on_writable = self._on_deadline = None
@@ -349,6 +367,7 @@ class Exchange:
             callback()
 
     def _finish(self, *, cut: bool) -> None:
+        self._send_head()
         self.release_body()
         self._on_gone = self._on_writable = self._on_deadline = None
         self._tell_done()

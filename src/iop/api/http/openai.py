@@ -8,12 +8,13 @@ stood, nothing else changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
 import orjson
+from msgspec.structs import replace
 
 from iop import __version__
 from iop.api.http.bulk import BULK_BYTES

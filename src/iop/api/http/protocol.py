@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from enum import Enum, unique
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -227,9 +227,13 @@ class HttpConnection(asyncio.Protocol):
     # ---- what the exchange asks ----
 
     def write(self, data: bytes) -> None:
-        """Hand bytes to the transport, which coalesces what one loop turn writes."""
+        """Hand bytes to the transport, which gives them to the kernel at once while that takes them."""
         if not self._is_closed:
             self._transport.write(data)
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Have it called in the loop's next turn."""
+        self._server.call_soon(callback)
 
     def date_line(self) -> bytes:
         """The Date field, made once a second."""

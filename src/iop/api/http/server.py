@@ -58,6 +58,7 @@ class HttpServer:
         self.is_draining = False
         self.date_line = b""
         self.now: Callable[[], float] = clock.monotonic
+        self.call_soon: Callable[[Callable[[], None]], object] = _at_once
         self._clock = clock
         self._tls = tls
         self._connections: set[HttpConnection] = set()
@@ -68,6 +69,7 @@ class HttpServer:
         self._idle = asyncio.Event()
 
     async def __aenter__(self) -> Self:
+        self.call_soon = asyncio.get_running_loop().call_soon
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._make_date()
         self._sweeper = self._tasks.create_task(self._sweep(), name="http-sweep")
@@ -163,3 +165,8 @@ class HttpServer:
     def _make_date(self) -> None:
         seconds = self._clock.unix_nanos() // 1_000_000_000
         self.date_line = b"date: " + formatdate(seconds, usegmt=True).encode("ascii") + b"\r\n"
+
+
+def _at_once(callback: Callable[[], None]) -> None:
+    """Until a loop serves, there is no later turn to wait for."""
+    callback()

@@ -51,9 +51,9 @@ _WHOLE_OR_OPEN: Final = re.compile(
 )
 """The same; of an open one the quote, and the backslash that waits for what it escapes."""
 
-_KEY: Final = re.compile(rb'[ \t\r\n]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
-_NEXT: Final = re.compile(rb"[ \t\r\n]*([,}])")
-_OPEN: Final = re.compile(rb"[ \t\r\n]*\{")
+_KEY: Final = re.compile(rb'[ \t\r\n]*[{,][ \t\r\n]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
+"""From the end of a value, or the start of the object, to the next value."""
+_CLOSE: Final = re.compile(rb"[ \t\r\n]*\}")
 _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
@@ -174,26 +174,23 @@ def find_value(body: bytes, raw: Mapping[str, msgspec.Raw], wanted: str) -> tupl
     Raises:
         InvalidRequest: a top-level key is repeated (reason DUPLICATE_KEY).
     """
-    opening = _OPEN.match(body)
-    assert opening is not None, "the body was decoded as an object"
-    position = opening.end()
+    position = 0
     span = (0, 0)
-    last = len(raw) - 1
     # The decoder keeps the order of first appearance and the last value. As long as each value stands where
     # the walk arrives, no key was repeated; where one was, either the bytes differ or keys are left over.
-    for number, (name, value) in enumerate(raw.items()):
-        key = _KEY.match(body, position)
-        assert key is not None, "the body was decoded as an object"
+    match_key = _KEY.match
+    for name, value in raw.items():
+        key = match_key(body, position)
+        if key is None:
+            raise repeated()
         start = key.end()
-        end = start + len(value)
+        position = start + len(value)
         if not body.startswith(memoryview(value), start):  # compared in place: a picture may be 32 MiB
             raise repeated()
         if name == wanted:
-            span = (start, end)
-        mark = _NEXT.match(body, end)
-        if mark is None or (mark[1] == b"}") != (number == last):
-            raise repeated()
-        position = mark.end()
+            span = (start, position)
+    if _CLOSE.match(body, position) is None:
+        raise repeated()
     return span
 
 

@@ -11,8 +11,9 @@ A pump looks only at the heads of the classes of the models that the touched pro
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from math import ceil
+
+from msgspec.structs import replace
 
 from iop.core.ids import Generation, LeaseId, ModelId, NodeId, ProviderId
 from iop.edge.calls import PRIORITY_MAX, PRIORITY_MIN, SIDE_OPERATIONS, ProviderKey, Route, ServedTarget

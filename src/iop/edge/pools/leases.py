@@ -8,8 +8,9 @@ ended twice) changes nothing and says so.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum, unique
+
+from msgspec import Struct
 
 from iop.core.ids import Generation, LeaseId, ModelId, NodeId, RequestId, RunId
 from iop.edge.calls import ProviderKey
@@ -24,8 +25,7 @@ class LeaseKind(Enum):
     SIDE = "side"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class Lease(Struct, frozen=True, kw_only=True):
     """One occupied slot; ``since`` in monotonic seconds."""
 
     id: LeaseId

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum, unique
 from typing import NewType, TypeAlias
 
+from msgspec import Struct
+
 from iop.core.ids import ModelId, RequestId, RunId
 from iop.edge.calls import ProviderKey
 from iop.edge.pools.leases import Lease
@@ -15,8 +17,7 @@ WaiterId = NewType("WaiterId", int)
 """One waiting request; never reused."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class Demand(Struct, frozen=True, kw_only=True):
     """A wish for one lease.
 
     Attributes:
@@ -123,8 +124,7 @@ class ModelFigures:
     can_admit: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CandidateView:
+class CandidateView(Struct, frozen=True, kw_only=True):
     """Why a pool member was or was not eligible, for ``iop explain``."""
 
     key: ProviderKey

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from iop.core.ids import ModelId
 from iop.edge.calls import ProviderKey
@@ -14,8 +15,7 @@ AFFINITIES_MAX: Final = 10_000
 """Sessions remembered; the least recently used goes first. Losing one costs a cache hit, never correctness."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(Struct, frozen=True, kw_only=True):
     """A provider with room for the request.
 
     Attributes:
