@@ -14,6 +14,7 @@ PYTEST_WORKERS ?= -n 2 --dist loadfile
 ARGS ?=
 SKIP ?=
 CACHE ?=
+RECORD ?=
 STRICT ?=
 SEEDS ?= 10000
 ADMIN_SEEDS ?= 1000
@@ -53,8 +54,8 @@ test: $(DEV)  ## all tests but the long ones (ARGS="-k name")
 test-slow: $(DEV)  ## the tests that take minutes
 	$(PYTEST) -m soak --timeout 900 $(ARGS)
 
-engines-test: $(DEV)  ## real engines, installed beside the tree (SKIP="vllm llamacpp llama-server gemma", CACHE=DIR, ARGS="-k name")
-	$(BIN)/python tools/engines_test.py $(addprefix --skip ,$(SKIP)) $(if $(CACHE),--cache $(CACHE)) -- $(ARGS)
+engines-test: $(DEV)  ## real engines, installed beside the tree (SKIP="vllm llamacpp llama-server gemma", CACHE=DIR, RECORD=1, ARGS="-k name")
+	$(BIN)/python tools/engines_test.py $(addprefix --skip ,$(SKIP)) $(if $(CACHE),--cache $(CACHE)) $(if $(RECORD),--record) -- $(ARGS)
 
 lint: $(DEV)  ## style, banned calls, and who may import whom
 	$(BIN)/ruff check .

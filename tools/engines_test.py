@@ -1,10 +1,11 @@
 """Install real engines beside the tree and run the tests that need them: ``make engines-test``.
 
-    python tools/engines_test.py [--skip ENGINE]... [--cache DIR] [-- PYTEST ARGUMENTS]
+    python tools/engines_test.py [--skip ENGINE]... [--cache DIR] [--record] [-- PYTEST ARGUMENTS]
 
 Engines are `llamacpp` (comes with the development packages), `llama-server` (the program, built from source), `gemma`
 (a small real model) and `vllm`. What is installed for them is kept under the cache directory for the next run
-(`$XDG_CACHE_HOME/iop-engines`); nothing is put into the tree.
+(`$XDG_CACHE_HOME/iop-engines`); nothing is put into the tree, but with `--record` the transcripts of what the engines
+answered (`tests/data/engines`), with which they are compared otherwise.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ FILES: Final = {
         "test_engine_llamacpp_replay.py",
         "test_engine_fleet_llamacpp.py",
     ),
-    "llama-server": ("test_engine_llama_server_live.py",),
+    "llama-server": ("test_engine_llama_server_live.py", "test_engine_llama_server_transcripts_live.py"),
     "gemma": ("test_engine_fleet_gemma.py",),
     "vllm": (
         "test_engine_vllm_replay.py",
         "test_engine_vllm_live.py",
+        "test_engine_vllm_transcripts_live.py",
         "test_engine_fleet_vllm.py",
         "test_engine_fleet_mixed.py",
     ),
@@ -130,9 +132,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--cache", type=Path, default=default, help=f"where engines are installed ({default})"
     )
+    parser.add_argument(
+        "--record", action="store_true", help="write the transcripts anew instead of comparing with them"
+    )
     parser.add_argument("pytest", nargs="*", help="more arguments for pytest, after --")
     chosen = parser.parse_args(arguments)
-    environment = dict(os.environ)
+    environment = dict(os.environ) | {"ENGINES_RECORD": "1" if chosen.record else ""}
     wanted = [engine for engine in FILES if engine not in chosen.skip]
     begun = time.monotonic()
     installers = {

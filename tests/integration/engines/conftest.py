@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 from engines_models import ANSWER, OTHER_ANSWER, Engine
-from engines_start import free_port, wait_for_http
+from vllm_server import DEVELOPMENT, profiling, serving_vllm
 
 HERE = Path(__file__).parent
 
@@ -120,51 +120,8 @@ def vllm(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
         # An engine kept running beside a developer's runs: it serves `endless`.
         yield Engine(endpoint=running, model="endless")
         return
-    python = os.environ.get("ENGINES_VLLM_PYTHON", "")
-    if not python:
-        pytest.skip("real vLLM runs with `make engines-test`")
     directory = tmp_path_factory.mktemp("vllm")
-    (directory / "profiles").mkdir()
-    port = int(os.environ.get("ENGINES_VLLM_PORT", "0")) or free_port()
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(
-            vllm_command(python, models / "endless", port, directory / "profiles"),
-            env={
-                **os.environ,
-                "VLLM_SERVER_DEV_MODE": "1",
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "DO_NOT_TRACK": "1",
-                "HF_HUB_OFFLINE": "1",
-            },
-            stdout=log,
-            stderr=log,
-            cwd=directory,
-            start_new_session=True,
-        )
-    try:
-        try:
-            wait_for_http(f"http://127.0.0.1:{port}/health", process, within_s=300)
-        except AssertionError:
-            sys.stderr.write((directory / "log").read_text(errors="replace")[-8000:])
-            raise
-        yield Engine(endpoint=f"http://127.0.0.1:{port}", model="endless")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
-
-
-def vllm_command(python: str, model: Path, port: int, profiles: Path) -> list[str]:
-    """How vLLM is started: one line of options per thing that needs it."""
-    return [
-        python,
-        *("-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--served-model-name", model.name),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", "bfloat16", "--max-model-len", "32768", "--max-num-seqs", "8", "--enforce-eager"),
-        "--enable-prefix-caching",
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        *("--profiler-config", f'{{"profiler":"torch","torch_profiler_dir":"{profiles}"}}'),
-    ]
+    port = int(os.environ.get("ENGINES_VLLM_PORT", "0"))
+    options = profiling(directory / "profiles")
+    with serving_vllm(models / "endless", directory, *options, environment=DEVELOPMENT, port=port) as engine:
+        yield engine

@@ -24,7 +24,8 @@ from iop.admin.requests import (
 )
 from iop.admin.results import AdminOperation
 from iop.client.admin import AdminClient, AdminTarget, StreamingMutation
-from iop.testing.process_fleet import VIEWER, ProcessFleet, free_ports, provider
+from iop.testing.process_fleet import VIEWER, ProcessFleet, provider
+from iop.testing.waiting import free_ports
 
 
 def flush() -> FlushCachesRequest:

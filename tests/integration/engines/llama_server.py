@@ -60,13 +60,15 @@ def program() -> str:
 
 
 @contextlib.contextmanager
-def llama_server(*arguments: str, log: Path) -> Iterator[LlamaServer]:
+def llama_server(
+    *arguments: str, log: Path, switches: tuple[str, ...] = ("--metrics", "--slots")
+) -> Iterator[LlamaServer]:
     """Serving; ends with the block, and every child that a router started with it."""
     port = free_port()
     command = [program(), *arguments, "--host", "127.0.0.1", "--port", str(port), "--offline"]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "-t", "1", "-np", "2", "--cache-ram", "0", "--metrics", "--slots"],
+            [*command, "-t", "1", "-np", "2", "--cache-ram", "0", *switches],
             stdout=output,
             stderr=output,
             start_new_session=True,

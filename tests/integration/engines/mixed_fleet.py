@@ -11,7 +11,8 @@ from engines_fleet import EngineFleet
 from engines_models import Engine
 
 from iop.testing.engine_fleet import ENGINE_TOKEN, TARGET
-from iop.testing.process_fleet import START_TIMEOUT_S, VIEWER, eventually, free_ports, provider
+from iop.testing.process_fleet import START_TIMEOUT_S, VIEWER, eventually, provider
+from iop.testing.waiting import free_ports
 
 KINDS = ("vllm", "llama", "reference", "agent")
 """Names of the adapters."""

@@ -1,7 +1,8 @@
 """A stand-in that answers with what real engines were recorded to answer, and notes what it is asked.
 
-Recordings are in `tests/data/engines`. A test says which recording stands for which route, or gives a
-function; routes that it does not name answer as the engine does for unknown ones.
+Recordings are the transcripts in `tests/data/engines`. A test says which recording stands for which route, or gives a
+function; routes that it does not name answer as the engine does for unknown ones. That stand-ins say what the
+engines said is checked by `test_engine_stand_ins.py`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from iop.testing.adapter_suite import ScriptedUpstream, UpstreamRequest
+from engines_transcript import Exchange, Transcript
 
-DATA = Path(__file__).parents[2] / "data" / "engines"
+from iop.testing.adapter_suite import ScriptedUpstream, UpstreamRequest
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Recordings:
     """One file of recorded answers, by name."""
 
     def __init__(self, name: str) -> None:
-        content = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
-        self._answers = {
-            each["name"]: Answer(each["status"], each["body"].encode(), each["content_type"])
-            for each in content["answers"]
-        }
+        exchanges = Transcript.load(name).answers
+        self._answers = {each.name: answer_of(each) for each in exchanges}
+        self._asked: dict[str, Answer] = {}
+        for each in exchanges:
+            self._asked.setdefault(_question(each.method, each.path, each.request), answer_of(each))
 
     def __getitem__(self, name: str) -> Answer:
         return self._answers[name]
@@ -48,6 +48,19 @@ class Recordings:
     def matching(self, words: str) -> dict[str, Answer]:
         """Those whose name has these words."""
         return {name: answer for name, answer in self._answers.items() if words in name}
+
+    def to(self, method: str, path: str, body: Any) -> Answer | None:
+        """What was answered to this very question, the first time."""
+        return self._asked.get(_question(method, path, body))
+
+
+def answer_of(exchange: Exchange) -> Answer:
+    """As it came over the wire."""
+    return Answer(exchange.status, exchange.body.encode(), exchange.content_type)
+
+
+def _question(method: str, path: str, body: Any) -> str:
+    return f"{method} {path} {json.dumps(body, sort_keys=True)}"
 
 
 Handler = Callable[["Asked"], Answer]
@@ -68,9 +81,15 @@ class Asked:
 
 @dataclass
 class ReplayEngine:
-    """Routes by ``METHOD /path``."""
+    """Routes by ``METHOD /path``.
+
+    Attributes:
+        unknown: the answer of routes that nobody named.
+        recorded: if set, answers what has no route but was asked just so when it was recorded.
+    """
 
     unknown: Answer
+    recorded: Recordings | None = None
     routes: dict[str, Answer | Handler] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
 
@@ -91,7 +110,11 @@ class ReplayEngine:
         body = json.loads(request.body) if request.body else None
         asked = Asked(request.method, parts.path, dict(parse_qsl(parts.query)), body)
         self.asked.append(asked)
-        route = self.routes.get(str(asked), self.unknown)
+        route = self.routes.get(str(asked))
+        if route is None and self.recorded is not None:
+            route = self.recorded.to(request.method, request.path, body)
+        if route is None:
+            route = self.unknown
         answer = route(asked) if callable(route) else route
         await request.connection.write(
             b"HTTP/1.1 %d X\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b"

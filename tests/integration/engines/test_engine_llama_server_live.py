@@ -31,7 +31,8 @@ from iop.admin.requests import PauseSpec
 from iop.admin.steps import FlushStep, PauseStep, ReleaseStep, RestoreStep, ResumeStep, Step, StepResult
 from iop.core.errors import PreconditionFailed
 from iop.testing import adapter_suite
-from iop.testing.adapter_suite import TunnelRecorder, assert_all_ok, eventually, step_call
+from iop.testing.adapter_suite import TunnelRecorder, assert_all_ok, step_call
+from iop.testing.waiting import eventually
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(180)]
 

@@ -29,7 +29,8 @@ from iop.admin.requests import PauseSpec
 from iop.admin.steps import FlushStep, PauseStep, ReleaseStep, ResumeStep
 from iop.core.errors import Unsupported
 from iop.testing import adapter_suite
-from iop.testing.adapter_suite import assert_all_ok, eventually, step_call
+from iop.testing.adapter_suite import assert_all_ok, step_call
+from iop.testing.waiting import eventually
 
 FLUSH = FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL)
 

@@ -42,7 +42,8 @@ from iop.admin.steps import (
     VerifyWeightsStep,
 )
 from iop.testing import adapter_suite
-from iop.testing.adapter_suite import TunnelRecorder, assert_all_ok, eventually, step_call
+from iop.testing.adapter_suite import TunnelRecorder, assert_all_ok, step_call
+from iop.testing.waiting import eventually
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 

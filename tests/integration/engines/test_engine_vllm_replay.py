@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -219,7 +218,7 @@ async def test_pause_options_go_into_the_query_and_the_cache_stays(mode: PauseMo
 @pytest.mark.clause("AD-37")
 async def test_a_pause_answered_but_not_in_force_fails() -> None:
     engine = VllmReplay()
-    engine.routes["POST /pause"] = DEV["pause default (abort)"]
+    engine.routes["POST /pause"] = DEV["pause abort"]
     async with in_front_of(engine) as adapter:
         error = await error_of(adapter, pause(PauseMode.ABORT))
         assert error.code is AdminErrorCode.VERIFICATION_FAILED
@@ -393,7 +392,7 @@ def checkpoint_at(directory: Path, *, shape: tuple[int, ...] = (2, 2)) -> DiskSo
 
 
 def update(kind: type, source: DiskSource) -> Step:
-    step: Step = kind(model="tiny", source=source, weight_version="v2")
+    step: Step = kind(model="endless", source=source, weight_version="v2")
     return step
 
 
@@ -440,7 +439,7 @@ async def test_a_reload_is_one_named_call_without_a_timeout_and_the_label_comes_
         assert_all_ok(await do(adapter, update(ApplyWeightsStep, source)))
         (call,) = [each for each in engine.asked if each.path == "/collective_rpc"]
         assert call.body == {"method": "reload_weights", "kwargs": {"weights_path": source.path}}
-        verified = await do(adapter, VerifyWeightsStep(model="tiny", weight_version="v2"))
+        verified = await do(adapter, VerifyWeightsStep(model="endless", weight_version="v2"))
         assert_all_ok(verified)
         assert verified.participants[0].content_digest
         assert engine.posts()[-3:] == ["/resume", "/v1/completions", "/pause"]
@@ -448,17 +447,17 @@ async def test_a_reload_is_one_named_call_without_a_timeout_and_the_label_comes_
         assert {each.body["action"] for each in engine.asked if each.path == "/weight_checker"} == {
             "checksum"
         }
-        assert_all_ok(await do(adapter, CommitWeightsStep(model="tiny", weight_version="v2")))
+        assert_all_ok(await do(adapter, CommitWeightsStep(model="endless", weight_version="v2")))
         assert engine.label == "v2"
 
 
 @pytest.mark.clause("AD-37")
 async def test_an_engine_that_dies_at_its_first_request_is_not_verified(tmp_path: Path) -> None:
     engine = VllmReplay(model_root=checkpoint_at(tmp_path / "a").path)
-    engine.routes["POST /v1/completions"] = DEV["output after the failed reload"]
+    engine.routes["POST /v1/completions"] = DEV["completion after the failed reload"]
     async with in_front_of(engine) as adapter:
         await do(adapter, pause(PauseMode.DRAIN))
-        error = await error_of(adapter, VerifyWeightsStep(model="tiny", weight_version="v2"))
+        error = await error_of(adapter, VerifyWeightsStep(model="endless", weight_version="v2"))
         assert error.code is AdminErrorCode.VERIFICATION_FAILED
         assert engine.is_paused
 
@@ -469,7 +468,7 @@ async def test_frozen_requests_are_not_let_run_for_a_probe() -> None:
     async with in_front_of(engine) as adapter:
         await do(adapter, pause(PauseMode.KEEP))
         engine.forget()
-        assert_all_ok(await do(adapter, VerifyWeightsStep(model="tiny", weight_version="v2")))
+        assert_all_ok(await do(adapter, VerifyWeightsStep(model="endless", weight_version="v2")))
         assert engine.posts() == ["/weight_checker"]
 
 
@@ -478,7 +477,7 @@ async def test_a_label_that_the_engine_does_not_report_fails_the_commit() -> Non
     engine = VllmReplay()
     engine.routes["POST /update_weight_version"] = DEV["update_weight_version"]
     async with in_front_of(engine) as adapter:
-        error = await error_of(adapter, CommitWeightsStep(model="tiny", weight_version="v3"))
+        error = await error_of(adapter, CommitWeightsStep(model="endless", weight_version="v3"))
         assert error.code is AdminErrorCode.VERIFICATION_FAILED
 
 
@@ -486,7 +485,7 @@ async def test_a_label_that_the_engine_does_not_report_fails_the_commit() -> Non
 async def test_an_undo_loads_the_previous_path_and_compares_its_checksum(tmp_path: Path) -> None:
     current = checkpoint_at(tmp_path / "a")
     engine = VllmReplay(model_root=current.path)
-    undo = UndoWeightsStep(model="tiny", previous_source=None, previous_weight_version="default")
+    undo = UndoWeightsStep(model="endless", previous_source=None, previous_weight_version="default")
     async with in_front_of(engine) as adapter:
         assert_all_ok(await do(adapter, undo))
         assert engine.posts() == []
@@ -592,13 +591,11 @@ async def test_tensors_over_a_group_are_refused_before_anything_is_sent() -> Non
 @pytest.mark.clause("AD-15")
 async def test_an_adapter_of_a_model_is_listed_and_is_not_the_model_whose_weights_are_updated() -> None:
     engine = VllmReplay(model_root="/models/base")
-    listing = json.loads(engine.routes["GET /v1/models"].body)  # type: ignore[union-attr]
-    lora = {**listing["data"][0], "id": "ad1", "root": "/loras/ad1", "parent": "tiny"}
-    engine.routes["GET /v1/models"] = Answer.of({**listing, "data": [lora, *listing["data"]]})
+    engine.loras["ad1"] = "/loras/ad1"
     async with in_front_of(engine) as adapter:
-        assert set(adapter.snapshot().models) == {"ad1", "tiny"}
+        assert set(adapter.snapshot().models) == {"ad1", "endless"}
         (info,) = adapter.participants()
-        assert info.models == ("tiny",)
+        assert info.models == ("endless",)
 
 
 @pytest.mark.clause("AD-05")

@@ -16,15 +16,24 @@ class VllmChatReplay(VllmReplay):
         self.chats = 0
         self.routes["POST /v1/chat/completions"] = self._chat
         self.routes["POST /v1/messages"] = self._message
-        self.routes["POST /v1/responses"] = SAID["Responses"]
+        del self.routes["POST /v1/completions"]
+        self.recorded = SAID
+        self.routes["POST /v1/responses"] = self._response
 
     def _chat(self, asked: Asked) -> Answer:
         self.chats += 1
+        if known := SAID.to(asked.method, asked.path, asked.body):
+            return known
         is_stream, has_tools = asked.body.get("stream"), asked.body.get("tools")
         if has_tools:
             return SAID["tools, auto, stream" if is_stream else "tools, auto"]
-        return SAID["chat stream" if is_stream else "chat, default temperature"]
+        return SAID["chat stream" if is_stream else "chat"]
 
     def _message(self, asked: Asked) -> Answer:
         self.chats += 1
+        if known := SAID.to(asked.method, asked.path, asked.body):
+            return known
         return SAID["Anthropic tools" if asked.body.get("tools") else "Anthropic"]
+
+    def _response(self, asked: Asked) -> Answer:
+        return SAID.to(asked.method, asked.path, asked.body) or SAID["Responses"]

@@ -9,7 +9,7 @@ from replay_engine import Answer, Asked, Recordings, ReplayEngine
 
 DEV = Recordings("vllm-dev")
 PLAIN = Recordings("vllm-plain")
-NOT_FOUND = Answer(404, b'{"detail":"Not Found"}')
+NOT_FOUND = DEV["unknown path"]
 
 
 class VllmReplay(ReplayEngine):
@@ -22,51 +22,93 @@ class VllmReplay(ReplayEngine):
     """
 
     def __init__(
-        self, *, sleep_mode: bool = False, model_root: str = "models/tiny-a", profile_dir: Path | None = None
+        self, *, sleep_mode: bool = False, model_root: str = "models/endless", profile_dir: Path | None = None
     ) -> None:
         super().__init__(unknown=NOT_FOUND)
         self.is_paused = False
         self.sleep = "awake"
         self.label = "default"
+        self.sleep_mode = sleep_mode
+        self.is_profiling = False
         self.running = 0
         self.start_time = "1.79600631478e+09"
         info = json.loads(DEV["server_info, trimmed"].body)
         info["vllm_config"]["model_config"]["enable_sleep_mode"] = sleep_mode
         if profile_dir is not None:
             info["vllm_config"]["profiler_config"]["torch_profiler_dir"] = str(profile_dir)
-        models = json.loads(DEV["models"].body)
-        models["data"][0]["root"] = model_root
+        self.loras: dict[str, str] = {}
+        self.is_broken = False
+        self._root = model_root
         self.routes = {
             "GET /health": DEV["health"],
             "GET /version": DEV["version"],
             "GET /openapi.json": DEV["openapi, paths only"],
             "GET /server_info": Answer.of(info),
-            "GET /v1/models": Answer.of(models),
+            "GET /v1/models": self._models,
             "GET /metrics": self._metrics,
             "GET /is_paused": lambda _: Answer.of({"is_paused": self.is_paused}),
-            "GET /is_sleeping": lambda _: Answer.of({"is_sleeping": self.sleep != "awake"}),
+            "GET /is_sleeping": lambda _: Answer.of({"is_sleeping": self.is_paused or self.sleep != "awake"}),
             "GET /weight_info": lambda _: Answer.of({"weight_version": self.label}),
             "POST /pause": self._pause,
             "POST /resume": self._resume,
             "POST /sleep": self._sleep,
             "POST /wake_up": self._wake_up,
             "POST /release_kv_cache_memory": self._release_kv,
-            "POST /reset_prefix_cache": DEV["reset_prefix_cache"],
+            "POST /reset_prefix_cache": self._reset_prefix,
             "POST /reset_mm_cache": DEV["reset_mm_cache"],
             "POST /reset_encoder_cache": DEV["reset_encoder_cache"],
-            "POST /collective_rpc": DEV["reload from another directory (weights B)"],
+            "POST /collective_rpc": self._rpc,
             "POST /weight_checker": DEV["weight_checker checksum, trimmed"],
             "POST /update_weight_version": self._relabel,
-            "POST /start_profile": DEV["start_profile"],
-            "POST /stop_profile": DEV["stop_profile"],
-            "POST /v1/completions": Answer.of({"choices": [{"text": " a", "finish_reason": "length"}]}),
+            "POST /start_profile": self._start_profile,
+            "POST /stop_profile": self._stop_profile,
+            "POST /v1/completions": self._complete,
+            "POST /v1/load_lora_adapter": self._load_lora,
+            "POST /v1/unload_lora_adapter": self._unload_lora,
         }
 
+    def _models(self, _: Asked) -> Answer:
+        base = json.loads(DEV["models"].body)
+        base["data"][0]["root"] = self._root
+        (adapter,) = json.loads(DEV["models with a LoRA adapter"].body)["data"][1:]
+        base["data"] += [{**adapter, "id": name, "root": path} for name, path in self.loras.items()]
+        return Answer.of(base)
+
+    def _complete(self, asked: Asked) -> Answer:
+        if self.is_broken:
+            return DEV["completion after the failed reload"]
+        return DEV["one token" if asked.body["model"] == "endless" else "completion by the LoRA adapter"]
+
+    def _rpc(self, asked: Asked) -> Answer:
+        if "method" not in asked.body:
+            return DEV["collective_rpc no method"]
+        if asked.body["method"] != "reload_weights":
+            return DEV["collective_rpc unknown method"]
+        if asked.body["kwargs"]["weights_path"].endswith("absent"):
+            # Healthy to the eye, and dead at the next request.
+            self.is_broken = True
+            return DEV["reload from a missing directory"]
+        return DEV["reload from hill"]
+
+    def _load_lora(self, asked: Asked) -> Answer:
+        name, path = asked.body["lora_name"], asked.body["lora_path"]
+        if name in self.loras:
+            return DEV["load_lora_adapter twice"]
+        if path.endswith("absent"):
+            return DEV["load_lora_adapter missing path"]
+        self.loras[name] = path
+        return DEV["load_lora_adapter"]
+
+    def _unload_lora(self, asked: Asked) -> Answer:
+        known = self.loras.pop(asked.body["lora_name"], None)
+        return DEV["unload_lora_adapter twice" if known is None else "unload_lora_adapter"]
+
     def _metrics(self, _: Asked) -> Answer:
-        text = DEV["metrics"].body.decode()
+        text = DEV["metrics, trimmed"].body.decode()
         text = text.replace("1.79600631478e+09", self.start_time)
         text = text.replace(
-            'running{engine="0",model_name="endless"} 0.0', f'running{{engine="0"}} {self.running}'
+            'running{engine="0",model_name="endless"} 0.0',
+            f'running{{engine="0",model_name="endless"}} {self.running}.0',
         )
         text = text.replace('sleep_state="awake"} 1.0', 'sleep_state="awake"} 0.0')
         text = text.replace(f'sleep_state="{self.sleep}"}} 0.0', f'sleep_state="{self.sleep}"}} 1.0')
@@ -76,13 +118,33 @@ class VllmReplay(ReplayEngine):
         if asked.query.get("mode") not in {"abort", "wait", "keep"}:
             return DEV["pause bad mode"]
         self.is_paused = True
-        return DEV["pause default (abort)"]
+        if asked.query["mode"] == "abort":
+            self.running = 0
+        return DEV["pause abort"]
 
     def _resume(self, _: Asked) -> Answer:
         self.is_paused = False
-        return DEV["resume"]
+        return DEV["resume after abort"]
+
+    def _reset_prefix(self, _: Asked) -> Answer:
+        return DEV["reset_prefix_cache while a request runs" if self.running else "reset_prefix_cache"]
+
+    def _start_profile(self, asked: Asked) -> Answer:
+        if "/" in asked.body["profile_prefix"]:
+            return DEV["start_profile bad prefix"]
+        if self.is_profiling:
+            return DEV["start_profile twice"]
+        self.is_profiling = True
+        return DEV["start_profile"]
+
+    def _stop_profile(self, _: Asked) -> Answer:
+        self.is_profiling = False
+        return DEV["stop_profile"]
 
     def _sleep(self, asked: Asked) -> Answer:
+        if asked.query["level"] not in {"0", "1", "2"}:
+            return DEV["sleep bad level"]
+        self.is_paused = True
         self.sleep = "discard_all" if asked.query.get("level") == "2" else "weights_offloaded"
         return DEV["sleep level 1"]
 
@@ -94,6 +156,10 @@ class VllmReplay(ReplayEngine):
         return DEV["wake_up"]
 
     def _release_kv(self, _: Asked) -> Answer:
+        if not self.is_paused:
+            return DEV["release_kv_cache_memory"]
+        if not self.sleep_mode:
+            return DEV["release_kv_cache_memory while paused"]
         self.sleep = "weights_offloaded"
         return Answer.of({"status": "kv_cache_released"})
 

@@ -1,0 +1,37 @@
+"""Real vLLM still answers as its transcripts say; with ENGINES_RECORD=1 they are written anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import talks_vllm
+from engines_talk import Talk, judge
+from engines_transcript import Cleaner
+from vllm_server import DEVELOPMENT, LORA, profiling, serving_vllm
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+KEY = "sk-of-the-engine"
+
+
+def test_its_control_answers_as_recorded_until_the_reload_that_kills_it(models: Path, tmp_path: Path) -> None:
+    lora = talks_vllm.make_lora(tmp_path / "ad1", models / "endless")
+    profiles = tmp_path / "profiles"
+    cleaner = Cleaner({str(models): "models", str(lora): "loras/ad1", str(profiles): "profiles"})
+    options = (*profiling(profiles), *LORA)
+    with serving_vllm(models / "endless", tmp_path, *options, environment=DEVELOPMENT) as engine:
+        talk = Talk("vLLM 0.32.0 on CPU, development mode", engine.endpoint, cleaner)
+        talks_vllm.control(talk, models, lora)
+    judge("vllm-dev", talk.transcript)
+
+
+def test_what_it_leaves_open_and_its_dialects_are_as_recorded(models: Path, tmp_path: Path) -> None:
+    cleaner = Cleaner({str(models): "models"})
+    with serving_vllm(models / "sea", tmp_path, "--api-key", KEY, context=1024) as engine:
+        plain = Talk("vLLM 0.32.0 on CPU, --api-key, no development mode", engine.endpoint, cleaner, key=KEY)
+        talks_vllm.without_a_key(plain)
+        said = Talk("vLLM 0.32.0 on CPU, scripted model", engine.endpoint, cleaner, key=KEY)
+        talks_vllm.inference(said)
+    judge("vllm-plain", plain.transcript)
+    judge("vllm-inference", said.transcript)
