@@ -20,7 +20,8 @@ from iop.core.ids import RunId
 from iop.net.dialer import Dialer
 from iop.net.listener import Listener
 from iop.testing import packets as make
-from iop.testing.wire_ends import PlainEdge, PlainNode, eventually
+from iop.testing.waiting import eventually
+from iop.testing.wire_ends import PlainEdge, PlainNode
 from iop.wire.messages import BodyFraming, TunnelRequest
 
 CHUNK = b'data: {"id":"c","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":" tok"}}]}\n\n'

@@ -49,6 +49,7 @@ from iop.admin.steps import (
 )
 from iop.core.errors import PreconditionFailed, Unavailable, Unsupported
 from iop.core.ids import GroupId, OperationId, RunId
+from iop.testing.waiting import PATIENCE_S, SOON_S, eventually
 from iop.wire.messages import (
     BodyFraming,
     CancelReason,
@@ -60,21 +61,6 @@ from iop.wire.messages import (
     TunnelRequest,
     Usage,
 )
-
-SOON_S = 1.0
-"""What the contract calls soon (SF-07)."""
-
-PATIENCE_S = 10.0
-"""Longest wait of a test for something that must happen."""
-
-
-async def eventually(predicate: Callable[[], bool], *, within_s: float = PATIENCE_S) -> None:
-    """Wait until ``predicate`` holds. Raises AssertionError when time is up."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + within_s
-    while not predicate():
-        assert loop.time() < deadline, f"did not happen within {within_s} s"
-        await asyncio.sleep(0.002)
 
 
 class SystemTestClock:

@@ -7,7 +7,6 @@ follows ``iop.net.ports.EdgeConnection``: nothing but the handshake before ready
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,13 +159,6 @@ def request_of(
         priority=priority,
         session=session,
     )
-
-
-async def eventually(predicate: Callable[[], object], deadline_s: float = 5.0) -> None:
-    """Wait until ``predicate`` holds, looking again every millisecond. Raises TimeoutError."""
-    async with asyncio.timeout(deadline_s):
-        while not predicate():  # noqa: ASYNC110 - a level, watched from outside
-            await asyncio.sleep(0.001)
 
 
 @dataclass(slots=True)

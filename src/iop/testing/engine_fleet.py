@@ -19,7 +19,8 @@ from typing import Any, Final
 import yaml
 
 from iop.client.admin import AdminClient, AdminTarget
-from iop.testing.process_fleet import START_TIMEOUT_S, VIEWER, ProcessFleet, eventually, free_ports, post
+from iop.testing.process_fleet import START_TIMEOUT_S, VIEWER, ProcessFleet, eventually, post
+from iop.testing.waiting import free_ports
 
 __all__ = ["MODEL", "Answer", "EngineFleet"]
 

@@ -138,13 +138,6 @@ class Site:
         return caller
 
 
-async def eventually(predicate: Callable[[], bool], *, within_s: float = 5.0) -> None:
-    """Wait until ``predicate`` holds; level-triggered."""
-    async with asyncio.timeout(within_s):
-        while not predicate():  # noqa: ASYNC110 - level-triggered: anything may change what is asked
-            await asyncio.sleep(0.005)
-
-
 class SilentTransport(asyncio.Transport):
     """Takes what is written and never fails."""
 

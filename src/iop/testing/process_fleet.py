@@ -6,11 +6,9 @@ Addresses are fixed before the start, because an Edge that was killed must come 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,18 +18,12 @@ from typing import Any, Final
 import yaml
 
 from iop.testing.http_site import RawCaller
+from iop.testing.waiting import PATIENCE_S, free_ports
 
-__all__ = ["ProcessFleet", "eventually", "free_ports", "post", "provider"]
+__all__ = ["ProcessFleet", "eventually", "post", "provider"]
 
 START_TIMEOUT_S: Final = 60.0
 VIEWER: Final = "viewer-secret"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(item.getsockname()[1]) for item in sockets]
 
 
 def provider(endpoint: str, **more: object) -> dict[str, object]:
@@ -46,7 +38,7 @@ def post(body: object, *headers: str, path: str = "/v1/chat/completions") -> byt
     return "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode() + data
 
 
-async def eventually(predicate: Callable[[], Any], *, what: str, within_s: float = 10.0) -> float:
+async def eventually(predicate: Callable[[], Any], *, what: str, within_s: float = PATIENCE_S) -> float:
     """Wait until ``predicate`` holds, asking often; returns how long that took. An awaitable answer is awaited."""
     loop = asyncio.get_running_loop()
     begun = loop.time()
@@ -258,7 +250,7 @@ class ProcessFleet:
         outcome: str | None = shown["outcome"]
         return outcome
 
-    async def settled(self, *, within_s: float = 10.0) -> None:
+    async def settled(self, *, within_s: float = PATIENCE_S) -> None:
         """Wait until no lease is out and every request has its outcome."""
 
         async def is_so() -> bool:

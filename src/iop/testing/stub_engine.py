@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+from iop.testing.waiting import PATIENCE_S, eventually
+
 __all__ = ["Script", "StubCall", "StubEngine", "sse_events", "whole_answer"]
 
 
@@ -93,10 +95,9 @@ class StubCall:
         """End the connection after what was written."""
         self.writer.close()
 
-    async def wait_gone(self, *, within_s: float = 5.0) -> None:
+    async def wait_gone(self, *, within_s: float = PATIENCE_S) -> None:
         """Wait until the peer has closed."""
-        async with asyncio.timeout(within_s):
-            await self.is_peer_gone.wait()
+        await eventually(lambda: self.is_closed, within_s=within_s, what="the peer's leaving")
 
 
 Script: TypeAlias = Callable[[StubCall], Awaitable[None]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractAsyncContextManager
 
-from iop.testing.wire_ends import eventually
+from iop.testing.waiting import eventually
 
 
 class RecordingEnd(asyncio.Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from iop.net.ports import (
@@ -17,6 +17,7 @@ from iop.net.ports import (
     OutboundStream,
 )
 from iop.testing import packets as make
+from iop.testing.waiting import PATIENCE_S
 from iop.wire.messages import (
     AdminStepEvent,
     AdminStepResult,
@@ -39,16 +40,6 @@ from iop.wire.messages import (
     StreamError,
     Usage,
 )
-
-
-async def eventually(is_so: Callable[[], bool], *, timeout_s: float = 5.0, what: str = "it") -> None:
-    """Wait until something is so; raises AssertionError when it never is."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not is_so():  # noqa: ASYNC110 - level-triggered on purpose
-                await asyncio.sleep(0.002)
-    except TimeoutError:
-        raise AssertionError(f"{what} did not happen within {timeout_s} s") from None
 
 
 class RecordingSink:
@@ -78,7 +69,7 @@ class RecordingSink:
         (terminal,) = self.terminals
         return terminal
 
-    async def wait(self, timeout_s: float = 5.0) -> None:
+    async def wait(self, timeout_s: float = PATIENCE_S) -> None:
         """Until the terminal."""
         async with asyncio.timeout(timeout_s):
             await self.ended.wait()

@@ -16,7 +16,6 @@ from iop.adapters.base import Health
 from iop.core.ids import RunId
 from iop.pb.openengine.v1 import openengine_pb2_grpc
 from iop.testing.adapter_suite import (
-    PATIENCE_S,
     RunRecorder,
     ScriptedUpstream,
     TunnelRecorder,
@@ -24,6 +23,7 @@ from iop.testing.adapter_suite import (
     plain_answer,
     tunnel_request,
 )
+from iop.testing.waiting import PATIENCE_S
 from iop.wire.messages import (
     AdapterConfig,
     OpenAICompatSettings,

@@ -74,16 +74,15 @@ from iop.core.ids import ParticipantId, RunId
 from iop.pb.openengine.v1 import generation_pb2, model_pb2
 from iop.testing import adapter_suite
 from iop.testing.adapter_suite import (
-    PATIENCE_S,
     RunRecorder,
     TunnelRecorder,
     adapter_services,
     assert_all_ok,
-    eventually,
     step_call,
     tunnel_request,
 )
 from iop.testing.fake_participants import FaultKind
+from iop.testing.waiting import PATIENCE_S, eventually
 from iop.wire.messages import (
     AdapterConfig,
     OpenAICompatSettings,

@@ -20,7 +20,8 @@ from iop.admin.results import ProfileArtifact
 from iop.core.ids import ParticipantId, RunId
 from iop.pb.iop import artifacts_pb2 as pb
 from iop.pb.iop import artifacts_pb2_grpc
-from iop.testing.adapter_suite import TunnelRecorder, eventually
+from iop.testing.adapter_suite import TunnelRecorder
+from iop.testing.waiting import eventually
 from iop.wire.messages import BodyFraming, StreamErrorCode, TunnelRequest
 
 PIECE = bytes(range(256)) * 256  # 64 KiB

@@ -38,8 +38,9 @@ from iop.admin.steps import (
     profile_id_of,
 )
 from iop.core.ids import OperationId
-from iop.testing.adapter_suite import PATIENCE_S, assert_all_ok, step_call
+from iop.testing.adapter_suite import assert_all_ok, step_call
 from iop.testing.fake_participants import FaultKind
+from iop.testing.waiting import PATIENCE_S
 
 __all__ = ["admin"]
 

@@ -46,8 +46,9 @@ from iop.core.ids import OperationId, RunId
 from iop.engine import ChatMessage, Engine, EngineSettings, builtin_checkpoint
 from iop.engine.participants import RankDriver
 from iop.testing import adapter_suite
-from iop.testing.adapter_suite import PATIENCE_S, SOON_S, RunRecorder, assert_all_ok, eventually, step_call
+from iop.testing.adapter_suite import RunRecorder, assert_all_ok, step_call
 from iop.testing.memory_journal import MemoryJournal, MemoryStore
+from iop.testing.waiting import PATIENCE_S, SOON_S, eventually
 from iop.wire.messages import OpenEngineSettings, RunEventType, RunRequest
 
 pytestmark = pytest.mark.slow

@@ -34,14 +34,8 @@ from iop.pb.openengine.v1 import (
     openengine_pb2_grpc,
     server_pb2,
 )
-from iop.testing.edge_fleet import (
-    FakeEdgeConnection,
-    FakeStream,
-    adapter_spec,
-    eventually,
-    provider_key,
-    snapshot_of,
-)
+from iop.testing.edge_fleet import FakeEdgeConnection, FakeStream, adapter_spec, provider_key, snapshot_of
+from iop.testing.waiting import eventually
 from iop.wire.messages import CancelReason
 
 SNAPSHOT = snapshot_of(

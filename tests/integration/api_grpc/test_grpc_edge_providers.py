@@ -26,7 +26,8 @@ from iop.pb.openengine.v1 import (
     model_pb2,
     server_pb2,
 )
-from iop.testing.edge_fleet import adapter_spec, eventually, snapshot_of
+from iop.testing.edge_fleet import adapter_spec, snapshot_of
+from iop.testing.waiting import eventually
 from iop.wire.messages import (
     CancelReason,
     ProviderReport,

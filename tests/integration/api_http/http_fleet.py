@@ -38,7 +38,8 @@ from iop.net.listener import Listener
 from iop.node.node import Node, NodeIdentity
 from iop.node.supervisor import ReconnectPolicy
 from iop.obs.tracing import Tracer
-from iop.testing.http_site import RawCaller, SystemClock, eventually
+from iop.testing.http_site import RawCaller, SystemClock
+from iop.testing.waiting import eventually
 from iop.testing.stub_engine import StubEngine
 from iop.wire.messages import AdapterConfig, NodeConfig, OllamaSettings, OpenAICompatSettings
 

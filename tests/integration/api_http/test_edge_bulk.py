@@ -22,8 +22,8 @@ from iop.api.http.long_strings import LongStrings
 from iop.api.http.protocol import HttpConnection
 from iop.core.limits import KIB, MIB
 from iop.edge.calls import Outcome
-from iop.testing.http_site import eventually
 from iop.testing.stub_engine import StubCall, whole_answer
+from iop.testing.waiting import eventually
 from iop.wire.stream_node import NodeStream
 
 CHAT_ONLY = frozenset({"chat_completions"})

@@ -9,8 +9,8 @@ from http_fleet import KEY, fleet_of, post
 
 from iop.api.http import pulse
 from iop.edge.calls import Outcome
-from iop.testing.http_site import eventually
 from iop.testing.stub_engine import StubCall, sse_events
+from iop.testing.waiting import eventually
 
 BODY = b'{"model":"fast","stream":true,"messages":[{"role":"user","content":"x"}]}'
 ID = b"x-request-id: this-one"

@@ -9,8 +9,9 @@ from http_fleet import HttpFleet, fleet_of, post
 
 from iop.edge.calls import Outcome
 from iop.edge.snapshot import DispatchLimits
-from iop.testing.http_site import RawCaller, eventually
+from iop.testing.http_site import RawCaller
 from iop.testing.stub_engine import StubCall, sse_events, whole_answer
+from iop.testing.waiting import eventually
 
 STREAM = b'{"model":"fast","stream":true,"messages":[]}'
 PLAIN = b'{"model":"fast","messages":[]}'

@@ -10,7 +10,7 @@ import pytest
 from described_engine import speak_all
 from http_fleet import KEY, HttpFleet, fleet_of
 
-from iop.testing.http_site import eventually
+from iop.testing.waiting import eventually
 from iop.testing.stub_engine import StubCall, whole_answer
 
 MODEL = "org/Real-8B-Instruct"

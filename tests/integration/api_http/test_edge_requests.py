@@ -13,8 +13,8 @@ from http_fleet import HttpFleet, fleet_of, post
 
 from iop.api.http.keys import ApiKeySpec
 from iop.api.http.limits import HttpLimits
-from iop.testing.http_site import eventually
 from iop.testing.stub_engine import StubCall, sse_events, whole_answer
+from iop.testing.waiting import eventually
 
 PLAIN = b'{"model":"fast","messages":[]}'
 STREAM = b'{"model":"fast","stream":true,"messages":[]}'

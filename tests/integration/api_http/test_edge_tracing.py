@@ -14,8 +14,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from iop.obs.otel import TracingSettings, tracing_to
 from iop.obs.tracing import Tracer, parse_trace
-from iop.testing.http_site import eventually
 from iop.testing.stub_engine import StubCall, StubEngine, sse_events, whole_answer
+from iop.testing.waiting import eventually
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN = "b7ad6b7169203331"

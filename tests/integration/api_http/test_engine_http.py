@@ -15,7 +15,8 @@ from iop.api.http.engine import EngineHttp
 from iop.api.http.limits import HttpLimits
 from iop.api.http.server import HttpServer
 from iop.engine import Engine
-from iop.testing.http_site import RawCaller, SystemClock, eventually
+from iop.testing.http_site import RawCaller, SystemClock
+from iop.testing.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

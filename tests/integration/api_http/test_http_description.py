@@ -19,7 +19,7 @@ from http_fleet import HttpFleet, fleet_of
 
 from iop.api.http.keys import ApiKeySpec
 from iop.api.http.openapi import describe
-from iop.testing.http_site import eventually
+from iop.testing.waiting import eventually
 
 EXAMPLES = int(os.environ.get("IOP_API_EXAMPLES", "4"))
 IS_LONG = "IOP_API_EXAMPLES" in os.environ

@@ -12,7 +12,8 @@ from iop.api.http.exchange import Exchange
 from iop.api.http.limits import HttpLimits
 from iop.api.http.protocol import HttpConnection
 from iop.core.errors import Unavailable
-from iop.testing.http_site import RawCaller, Recorder, SilentTransport, Site, eventually
+from iop.testing.http_site import RawCaller, Recorder, SilentTransport, Site
+from iop.testing.waiting import eventually
 
 GET = b"GET /a HTTP/1.1\r\nHost: e\r\n\r\n"
 

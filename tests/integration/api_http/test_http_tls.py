@@ -16,7 +16,8 @@ from iop.api.http.server import HttpServer
 from iop.api.http.tls import RenewedTls
 from iop.core.errors import InvalidRequest
 from iop.net.tls import ServerTls
-from iop.testing.http_site import RawCaller, Recorder, SystemClock, eventually
+from iop.testing.http_site import RawCaller, Recorder, SystemClock
+from iop.testing.waiting import eventually
 
 GET = b"GET /a HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

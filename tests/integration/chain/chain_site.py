@@ -35,8 +35,9 @@ from iop.net.listener import Listener
 from iop.node.node import Node, NodeIdentity
 from iop.node.supervisor import ReconnectPolicy
 from iop.pb.openengine.v1 import openengine_pb2_grpc
-from iop.testing.http_site import RawCaller, SystemClock, eventually
+from iop.testing.http_site import RawCaller, SystemClock
 from iop.testing.memory_journal import MemoryJournal, MemoryStore
+from iop.testing.waiting import eventually
 
 TARGET = "org/Real-8B"
 """What the last engine calls its model."""

@@ -13,8 +13,8 @@ import pytest
 from chain_site import Chain, chained
 from test_chained_edges import CALL, TOOLS, say, site
 
-from iop.testing.http_site import eventually
 from iop.testing.stub_engine import StubCall, StubEngine, whole_answer
+from iop.testing.waiting import eventually
 
 pytestmark = pytest.mark.clause("SF-02", "SF-24")
 

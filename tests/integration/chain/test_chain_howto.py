@@ -20,8 +20,9 @@ import pytest
 
 from iop.pb.openengine.v1 import generation_pb2, openengine_pb2_grpc
 from iop.testing.http_site import RawCaller
-from iop.testing.process_fleet import eventually, free_ports, post
+from iop.testing.process_fleet import eventually, post
 from iop.testing.stub_engine import StubCall, StubEngine, whole_answer
+from iop.testing.waiting import free_ports
 
 PAGE = Path(__file__).parents[3] / "docs" / "howto" / "chain-edges.md"
 FILE = re.compile(r"^`(\w+/\w+\.yaml)`[^\n]*\n\n```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -13,8 +13,9 @@ import pytest
 from chain_site import TARGET, Chain, chained, edge_yaml, place
 
 from iop.edge.calls import Outcome
-from iop.testing.http_site import RawCaller, eventually
+from iop.testing.http_site import RawCaller
 from iop.testing.stub_engine import StubCall, StubEngine, sse_events, whole_answer
+from iop.testing.waiting import eventually
 
 pytestmark = pytest.mark.clause("SF-24")
 

@@ -29,7 +29,8 @@ from iop.pb.openengine.v1 import (
     openengine_pb2_grpc,
     server_pb2,
 )
-from iop.testing.http_site import SystemClock, eventually
+from iop.testing.http_site import SystemClock
+from iop.testing.waiting import eventually
 
 pytestmark = pytest.mark.clause("SF-24")
 

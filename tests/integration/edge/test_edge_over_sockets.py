@@ -14,15 +14,8 @@ from iop.edge.edge import Edge
 from iop.net.admin_steps import AdminStepCodec
 from iop.net.dialer import Dialer
 from iop.net.listener import Listener
-from iop.testing.edge_fleet import (
-    TOKEN,
-    RecordingSink,
-    adapter_spec,
-    eventually,
-    request_of,
-    snapshot_of,
-    tunnel_to,
-)
+from iop.testing.edge_fleet import TOKEN, RecordingSink, adapter_spec, request_of, snapshot_of, tunnel_to
+from iop.testing.waiting import eventually
 from iop.wire.messages import (
     BodyFraming,
     CloseReason,

@@ -23,7 +23,8 @@ from iop.net.dialer import Dialer
 from iop.net.listener import Listener
 from iop.net.node_connection import NodeWire
 from iop.testing import packets as make
-from iop.testing.wire_ends import PlainEdge, PlainNode, RecordingSink, eventually
+from iop.testing.waiting import eventually
+from iop.testing.wire_ends import PlainEdge, PlainNode, RecordingSink
 from iop.wire import messages as m
 from iop.wire.frames import frame
 from iop.wire.session import SessionSettings
@@ -102,7 +103,7 @@ async def test_a_32_mib_upload_goes_beside_other_streams() -> None:
             await small.wait()
             small_done_first += "big" not in rig.node.held
         assert small_done_first == 20, "none had to wait for the upload"
-        await eventually(lambda: "big" in rig.node.held, timeout_s=20)
+        await eventually(lambda: "big" in rig.node.held)
         assert b"".join(rig.node.held["big"].body) == body
         rig.node.held["big"].fail(m.StreamError(code="internal"))
         await big.wait()
@@ -259,7 +260,7 @@ class NodeThread:
         # It would be right to give up on an Edge that stands still; here only the Edge's own judgement is looked at.
         connection.session.settings = replace(connection.session.settings, heartbeat_timeout_s=60)
         connection.send_report(m.ProviderReport())
-        await eventually(self._stop.is_set, timeout_s=60)
+        await eventually(self._stop.is_set, within_s=60)
         connection.abort()
         await asyncio.sleep(0)
 

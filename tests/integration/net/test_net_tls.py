@@ -18,7 +18,8 @@ from iop.net.dialer import Dialer
 from iop.net.listener import CLOSE_TIMEOUT_S, Listener
 from iop.net.tls import ClientTls, ServerTls
 from iop.testing import packets as make
-from iop.testing.wire_ends import PlainEdge, PlainNode, eventually
+from iop.testing.waiting import eventually
+from iop.testing.wire_ends import PlainEdge, PlainNode
 from iop.wire.session import SessionSettings
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]

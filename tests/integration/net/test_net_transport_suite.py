@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from iop.testing.memory_transport import MemoryLink
 from iop.testing.transport_suite import RecordingEnd, TransportSuite
-from iop.testing.wire_ends import eventually
+from iop.testing.waiting import eventually
 
 
 class TestMemoryLink(TransportSuite):

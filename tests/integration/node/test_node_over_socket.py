@@ -20,14 +20,13 @@ from iop.node.supervisor import ReconnectPolicy
 from iop.testing.adapter_suite import (
     CHUNKED_HEAD,
     LAST_CHUNK,
-    SOON_S,
     ScriptedUpstream,
     SystemTestClock,
     UpstreamRequest,
     chunk,
-    eventually,
     plain_answer,
 )
+from iop.testing.waiting import SOON_S, eventually
 from iop.wire.messages import (
     AdapterConfig,
     BodyFraming,

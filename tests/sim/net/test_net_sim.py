@@ -14,7 +14,8 @@ from iop.net.ports import InboundTunnel
 from iop.testing import packets as make
 from iop.testing.memory_transport import MemoryLink
 from iop.testing.virtual_loop import run_virtual
-from iop.testing.wire_ends import PlainEdge, PlainNode, RecordingSink, eventually
+from iop.testing.waiting import eventually
+from iop.testing.wire_ends import PlainEdge, PlainNode, RecordingSink
 from iop.wire import messages as m
 from iop.wire.session import SessionSettings
 
@@ -112,7 +113,7 @@ async def scenario(seed: int) -> None:
             for n in range(25):
                 work.create_task(caller(rng, edge, f"run-{n}", sinks), name=f"caller-{n}")
             work.create_task(faults(rng, link, is_cut), name="faults")
-        await eventually(lambda: all(sink.terminals for sink in sinks.values()), timeout_s=600)
+        await eventually(lambda: all(sink.terminals for sink in sinks.values()), within_s=600)
         assert bool(edge.closed) == bool(node.closed) == is_cut
     for name, sink in sinks.items():
         assert len(sink.terminals) == 1

@@ -19,7 +19,8 @@ from iop.adapters.cli_output import JsonLinesReader, TextReader
 from iop.adapters.registry import create_adapter
 from iop.core.errors import InvalidRequest
 from iop.core.ids import RunId, SessionId
-from iop.testing.adapter_suite import PATIENCE_S, SOON_S, RunRecorder, SystemTestClock, eventually
+from iop.testing.adapter_suite import RunRecorder, SystemTestClock
+from iop.testing.waiting import PATIENCE_S, SOON_S, eventually
 from iop.wire.messages import AdapterConfig, CliSettings, RunEventType, RunRequest
 
 LINUX = sys.platform == "linux"

@@ -38,10 +38,10 @@ from iop.testing.adapter_suite import (
     adapter_services,
     assert_all_ok,
     chunk,
-    eventually,
     step_call,
     tunnel_request,
 )
+from iop.testing.waiting import eventually
 from iop.wire.messages import (
     AdapterConfig,
     CliSettings,

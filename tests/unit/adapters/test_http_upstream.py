@@ -16,14 +16,13 @@ from iop.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, Remote
 from iop.testing.adapter_suite import (
     CHUNKED_HEAD,
     LAST_CHUNK,
-    PATIENCE_S,
     ScriptedUpstream,
     UpstreamRequest,
     UpstreamScript,
     chunk,
-    eventually,
     plain_answer,
 )
+from iop.testing.waiting import PATIENCE_S, eventually
 from iop.wire.messages import BodyFraming
 
 

@@ -18,7 +18,6 @@ from iop.core.ids import RunId
 from iop.testing import adapter_suite
 from iop.testing.adapter_suite import (
     LAST_CHUNK,
-    PATIENCE_S,
     RunRecorder,
     ScriptedUpstream,
     UpstreamRequest,
@@ -26,6 +25,7 @@ from iop.testing.adapter_suite import (
     chunk,
     plain_answer,
 )
+from iop.testing.waiting import PATIENCE_S
 from iop.wire.messages import AdapterConfig, OllamaSettings, RunEventType, RunRequest
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nTransfer-Encoding: chunked\r\n\r\n"

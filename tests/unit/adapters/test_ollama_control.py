@@ -39,10 +39,10 @@ from iop.testing.adapter_suite import (
     adapter_services,
     assert_all_ok,
     chunk,
-    eventually,
     plain_answer,
     step_call,
 )
+from iop.testing.waiting import eventually
 from iop.wire.messages import AdapterConfig, OllamaSettings, RunRequest
 
 PAUSE = PauseStep(pause=PauseSpec(mode=PauseMode.DRAIN, admission=AdmissionPolicy.QUEUE))

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from iop.core.errors import NotFound, Unavailable
-from iop.testing.edge_fleet import FakeEdgeConnection, adapter_spec, eventually, provider_key, snapshot_of
+from iop.testing.edge_fleet import FakeEdgeConnection, adapter_spec, provider_key, snapshot_of
+from iop.testing.waiting import eventually
 from iop.wire.messages import CancelReason
 
 KEY = provider_key("n1/main")

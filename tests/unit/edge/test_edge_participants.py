@@ -37,12 +37,12 @@ from iop.testing.edge_fleet import (
     FakeEdgeConnection,
     RecordingSink,
     adapter_spec,
-    eventually,
     provider_key,
     request_of,
     snapshot_of,
     tunnel_to,
 )
+from iop.testing.waiting import eventually
 from iop.wire.messages import (
     AdminStepResult,
     CommandResponse,

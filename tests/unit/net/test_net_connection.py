@@ -16,7 +16,8 @@ from iop.testing import packets as make
 from iop.testing.cancel_sweep import SweepPoint, sweep
 from iop.testing.memory_transport import MemoryLink
 from iop.testing.virtual_loop import LoopStalledError, VirtualLoop, run_virtual
-from iop.testing.wire_ends import PlainEdge, PlainNode, RecordingSink, eventually
+from iop.testing.waiting import eventually
+from iop.testing.wire_ends import PlainEdge, PlainNode, RecordingSink
 from iop.wire import messages as m
 from iop.wire.session import SessionSettings
 
@@ -144,7 +145,7 @@ async def test_a_half_open_connection_is_found_within_the_timeout_by_both_sides(
     assert not rig.edge.closed, "heartbeats keep an idle connection"
     rig.link.stall()
     at = asyncio.get_running_loop().time()
-    await eventually(lambda: bool(rig.edge.closed) and bool(rig.node.closed), timeout_s=60)
+    await eventually(lambda: bool(rig.edge.closed) and bool(rig.node.closed), within_s=60)
     assert asyncio.get_running_loop().time() - at <= 15.1
     assert rig.edge.closed[0][1] is m.CloseReason.HEARTBEAT_TIMEOUT
     assert rig.node.closed == [m.CloseReason.HEARTBEAT_TIMEOUT]
@@ -170,7 +171,7 @@ async def test_a_process_that_stood_still_reads_what_waits_before_it_declares_de
 @virtual
 async def test_a_stranger_that_says_nothing_is_let_go() -> None:
     rig = Rig()
-    await eventually(lambda: bool(rig.edge.closed), timeout_s=SETTINGS.handshake_timeout_s + 1)
+    await eventually(lambda: bool(rig.edge.closed), within_s=SETTINGS.handshake_timeout_s + 1)
     assert rig.edge.closed[0][1] is m.CloseReason.HANDSHAKE_TIMEOUT
 
 
@@ -180,7 +181,7 @@ async def test_a_pending_node_that_never_gets_ready_is_let_go() -> None:
     rig = Rig()
     rig.node.on_registered = lambda *_: None  # type: ignore[method-assign]
     rig.link.left.register(make.register_request())
-    await eventually(lambda: bool(rig.edge.closed), timeout_s=61)
+    await eventually(lambda: bool(rig.edge.closed), within_s=61)
     assert rig.edge.closed[0][1] is m.CloseReason.NOT_READY_IN_TIME
     await eventually(lambda: rig.node.closed == [m.CloseReason.NOT_READY_IN_TIME])
 
@@ -212,7 +213,7 @@ async def test_a_cancel_gets_out_although_the_socket_takes_only_little() -> None
     sent_before = rig.link.delivered_bytes[0]
     assert other.stream is not None
     other.stream.cancel(m.CancelReason.CLIENT_GONE)
-    await eventually(lambda: bool(rig.node.cancels), timeout_s=60)
+    await eventually(lambda: bool(rig.node.cancels), within_s=60)
     assert rig.link.delivered_bytes[0] - sent_before <= 64 * 1024 + 4096 + 1024
     assert not big.terminals
     await big.wait(timeout_s=600)

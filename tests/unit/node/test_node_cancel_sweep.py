@@ -20,8 +20,9 @@ from iop.node.providers import ProviderSet
 from iop.node.step_runner import StepRunner
 from iop.node.tasks import OwnedTasks
 from iop.node.work import NodeWork
-from iop.testing.adapter_suite import RunRecorder, SystemTestClock, TunnelRecorder, eventually
+from iop.testing.adapter_suite import RunRecorder, SystemTestClock, TunnelRecorder
 from iop.testing.cancel_sweep import SweepPoint, sweep
+from iop.testing.waiting import eventually
 from iop.wire.messages import NodeConfig
 
 

@@ -16,7 +16,8 @@ from iop.node.providers import ProviderSet
 from iop.node.step_runner import StepRunner
 from iop.node.tasks import OwnedTasks
 from iop.node.work import NodeWork
-from iop.testing.adapter_suite import SystemTestClock, eventually
+from iop.testing.adapter_suite import SystemTestClock
+from iop.testing.waiting import eventually
 
 
 class Bench:

@@ -34,7 +34,8 @@ from iop.admin.steps import PauseStep
 from iop.core.errors import InvalidRequest, Unavailable, Unsupported
 from iop.node.node import Node, NodeIdentity
 from iop.node.supervisor import LinkState, ReconnectPolicy
-from iop.testing.adapter_suite import RunRecorder, SystemTestClock, TunnelRecorder, eventually
+from iop.testing.adapter_suite import RunRecorder, SystemTestClock, TunnelRecorder
+from iop.testing.waiting import eventually
 from iop.wire.messages import (
     AdapterConfig,
     CancelReason,

@@ -17,8 +17,8 @@ from dialect_clients import TALKS, Ask
 from http_fleet import HttpFleet, fleet_of
 
 from iop.api.http.keys import ApiKeySpec
-from iop.testing.http_site import eventually
 from iop.testing.stub_engine import StubCall, whole_answer
+from iop.testing.waiting import eventually
 
 KINDS = {
     "chat": {"operations": frozenset({"chat_completions"})},

@@ -10,8 +10,8 @@ from http_fleet import KEY, fleet_of
 
 from iop.edge.calls import SIDE_WORK_MAX
 from iop.edge.snapshot import QueueSpec
-from iop.testing.http_site import eventually
 from iop.testing.stub_engine import StubCall, sse_events, whole_answer
+from iop.testing.waiting import eventually
 
 CHAT = json.dumps({"model": "fast", "stream": True, "messages": [{"role": "user", "content": "x"}]}).encode()
 COUNT = json.dumps({"model": "fast", "messages": [{"role": "user", "content": "x"}]}).encode()
