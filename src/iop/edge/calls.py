@@ -25,6 +25,19 @@ CONVERSIONS: Mapping[str, tuple[str, ...]] = {
 """What else a provider may be asked where it does not offer an operation: the surface converts (SF-01). First choice
 first."""
 
+RUN_OPERATIONS: frozenset[str] = frozenset({"chat_completions", "completions"})
+"""What normalised runs are asked in; other chats are converted to it."""
+
+GENERATIONS: Mapping[str, tuple[str, ...]] = {
+    "generate_chat": ("chat_completions",),
+    "generate_text": ("completions",),
+}
+"""OpenEngine's generations, by what a provider is asked: they are not converted to another dialect."""
+
+OPERATIONS: frozenset[str] = frozenset(
+    {"chat_completions", "completions", "embeddings", "responses", "messages", "count_tokens"}
+)
+"""Everything that a provider can have a route for."""
 
 SIDE_OPERATIONS: frozenset[str] = frozenset({"count_tokens"})
 """What occupies no generation slot: it is answered from a tokenizer (SF-14)."""
@@ -35,7 +48,7 @@ SIDE_WORK_MAX = 4
 
 def ways_to(operation: str) -> tuple[str, ...]:
     """The operation itself and those that a surface can serve it by."""
-    return (operation, *CONVERSIONS.get(operation, ()))
+    return GENERATIONS.get(operation) or (operation, *CONVERSIONS.get(operation, ()))
 
 
 PRIORITY_MIN = -10
@@ -110,7 +123,7 @@ class DispatchRequest(Struct, frozen=True, kw_only=True):
         request_id: what ``x-request-id`` shows; unique among recent requests, or ``iop explain`` shows the newest.
         model: id or alias as the caller said it.
         operation: what is asked: ``chat_completions``, ``completions``, ``responses``, ``messages``, ``count_tokens``,
-            ``embeddings``, or ``generate``; providers that cannot do it are no candidates.
+            ``embeddings``, or one of `GENERATIONS`; providers that cannot do it are no candidates.
         estimated_prompt_tokens: decides whether a long slot is needed as well (EN-111).
         priority: higher first; clamped to -10..10.
         session: affinity key; later requests with the same key prefer the provider of the earlier ones.

@@ -55,6 +55,7 @@ from iop.wire.messages import (
     RegisterRequest,
     RegisterResponse,
 )
+from iop.wire.model_facts import ABSENT_OPERATIONS, read_names
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +162,7 @@ class Nodes:
                 for shown in report.providers
                 if shown.id in configured
             }
+            self._note_missing(node, session)
             for watcher in self._watchers:
                 watcher.node_reported(node, report)
 
@@ -358,6 +360,19 @@ class Nodes:
                 log.info(effect.name, extra={"node_id": effect.node, "reason": effect.reason})
             case _:
                 assert_never(effect)
+
+    def _note_missing(self, node: NodeId, session: _Session) -> None:
+        """Which routes the engines lack: whoever is asked for one that others of the pool have (EN-51)."""
+        generation = self.registry.generation_of(node)
+        if generation is None or self._dispatcher is None:
+            return
+        missing = {
+            ProviderId(name): read_names(shown.capabilities.get(ABSENT_OPERATIONS, ""))
+            for name, shown in session.probed.items()
+        }
+        settled = self._pools.set_missing(node, generation, missing, now=self._loop.time())
+        if settled:
+            self._dispatcher.apply(settled)
 
     def _absent(self, connection: ConnectionId) -> set[ProviderId]:
         session = self._sessions[connection]

@@ -365,6 +365,42 @@ async def test_a_provider_without_chats_advertises_none_and_one_without_texts_no
             await read_all(site.inference.Generate(request(), timeout=10))
 
 
+@pytest.mark.clause("SF-22", "SF-01")
+async def test_generations_go_only_to_who_takes_them_unconverted_and_has_the_route() -> None:
+    """No messages or responses are written for OpenEngine's chats, and nobody is asked for a route that it lacks."""
+    snapshot = pool("openai_compat", "vllm", "sglang", capacity=4)
+    node = next(iter(snapshot.nodes.values()))
+    offers = {
+        "openai_compat": frozenset({"messages", "responses"}),
+        "vllm": None,
+        "sglang": None,
+    }
+    adapters = {
+        name: dataclasses.replace(spec, operations=offers[name]) for name, spec in node.adapters.items()
+    }
+    node = dataclasses.replace(node, adapters=adapters)
+    async with site_of(dataclasses.replace(snapshot, nodes={node.id: node})) as site:
+        lacks = {
+            "vllm": {"absent_operations": "completions,chat_completions"},
+            "sglang": {"absent_operations": "chat_completions"},
+        }
+        site.edge.nodes.on_report(
+            site.node,
+            ProviderReport(
+                providers=tuple(ProviderSnapshot(id=name, capabilities=told) for name, told in lacks.items())
+            ),
+        )
+        told = await model_of(site)
+        assert list(told.tokenizer_modes) == ["text"]
+        async with refused(grpc.StatusCode.UNIMPLEMENTED):
+            await read_all(site.inference.Generate(chat([], "chat_messages"), timeout=10))
+        for number in range(4):
+            call = site.inference.Generate(request(request_id=f"t-{number}"), timeout=10)
+            stream = await site.stream(number)
+            assert stream.request.adapter == "sglang"
+            call.cancel()
+
+
 # ---- OpenEngine providers ----
 
 

@@ -39,12 +39,13 @@ from iop.node.node import Node, NodeIdentity
 from iop.node.supervisor import ReconnectPolicy
 from iop.obs.tracing import Tracer
 from iop.testing.http_site import RawCaller, SystemClock
-from iop.testing.waiting import eventually
 from iop.testing.stub_engine import StubEngine
+from iop.testing.waiting import eventually
 from iop.wire.messages import AdapterConfig, NodeConfig, OllamaSettings, OpenAICompatSettings
 
 TOKEN = "node-secret"
 KEY = ProviderKey(node=NodeId("gpu-1"), provider=ProviderId("main"))
+SECOND = ProviderKey(node=NodeId("gpu-1"), provider=ProviderId("second"))
 
 
 class HttpFleet:
@@ -166,6 +167,31 @@ def snapshot(
     )
 
 
+def with_second(config: EdgeSnapshot, endpoint: str) -> EdgeSnapshot:
+    """The same with another provider of the kind `openai_compat` in the pool, on the same Node."""
+    node = config.nodes[KEY.node]
+    fast = config.models[ModelId("fast")]
+    adapter = AdapterConfig(
+        name="second",
+        type="openai_compat",
+        capacity=8,
+        targets=("org/Real-8B-Instruct",),
+        settings=OpenAICompatSettings(endpoint=endpoint),
+    )
+    spec = AdapterSpec(
+        provider=SECOND.provider,
+        type="openai_compat",
+        category="api",
+        route=Route.TUNNEL,
+        capacity=8,
+        profile_operations=frozenset(DEFAULT_PROFILE.operations),
+    )
+    wire = replace(node.wire, adapters=(*node.wire.adapters, adapter))
+    node = replace(node, adapters={**node.adapters, SECOND.provider: spec}, wire=wire)
+    members = (*fast.members, PoolMember(key=SECOND, target="org/Real-8B-Instruct"))
+    return replace(config, nodes={KEY.node: node}, models={fast.id: replace(fast, members=members)})
+
+
 @asynccontextmanager
 async def fleet_of(
     *,
@@ -176,6 +202,7 @@ async def fleet_of(
     is_ollama: bool = False,
     operations: frozenset[str] | None = None,
     endpoint: str | None = None,
+    second_endpoint: str | None = None,
     tracer: Tracer | None = None,
     bound_s: float = 60.0,
     on_get: Callable[[bytes], bytes] | None = None,
@@ -192,6 +219,8 @@ async def fleet_of(
             operations=operations,
             **model,
         )
+        if second_endpoint is not None:
+            config = with_second(config, second_endpoint)
         if dispatch_limits is not None:
             config = replace(config, limits=dispatch_limits)
         async with (

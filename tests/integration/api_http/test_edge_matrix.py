@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from described_engine import speak_all
-from http_fleet import KEY, HttpFleet, fleet_of
+from http_fleet import KEY, SECOND, HttpFleet, fleet_of
 
+from iop.edge.calls import ProviderKey
+from iop.testing.stub_engine import StubCall, StubEngine, whole_answer
 from iop.testing.waiting import eventually
-from iop.testing.stub_engine import StubCall, whole_answer
 
 MODEL = "org/Real-8B-Instruct"
 LISTED = {"object": "list", "data": [{"id": MODEL, "max_model_len": 8192}]}
@@ -44,8 +45,8 @@ def having(*paths: bytes) -> Any:
     return on_get, script
 
 
-def said(fleet: HttpFleet) -> Mapping[str, str]:
-    report = fleet.edge.nodes.probed(*KEY)
+def said(fleet: HttpFleet, key: ProviderKey = KEY) -> Mapping[str, str]:
+    report = fleet.edge.nodes.probed(*key)
     return {} if report is None else report.capabilities
 
 
@@ -103,3 +104,67 @@ async def test_an_engine_that_answers_all_alike_is_believed_its_profile() -> Non
         told = await shown(fleet)
         assert told["endpoints"] == {path: ["tunnel"] for path in BODIES}
         assert told["context_window"] == {"min": None, "max": None}
+
+
+def asked(stub: StubEngine, path: str) -> int:
+    return sum(1 for call in stub.calls if call.path == path.encode() and call.method == b"POST")
+
+
+@pytest.mark.clause("SF-01", "EN-51")
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/v1/messages/count_tokens"])
+async def test_in_a_mixed_pool_only_those_that_have_the_route_are_asked(path: str) -> None:
+    """The chats-only engine would answer 404, and be picked as often as the other."""
+    on_get, script = having(b"/v1/chat/completions")
+    able_get, able_script = having(b"/v1/chat/completions", path.encode())
+    async with (
+        StubEngine(able_script, on_get=able_get) as able,
+        fleet_of(on_get=on_get, second_endpoint=able.endpoint) as fleet,
+    ):
+        fleet.stub.script = script
+        await eventually(lambda: all("absent_operations" in said(fleet, key) for key in (KEY, SECOND)))
+        assert (await shown(fleet))["endpoints"][path] == ["tunnel"]
+        for _ in range(6):
+            status, headers, _ = await fleet.post(
+                json.dumps({"model": "fast", **BODIES[path]}).encode(), path=path
+            )
+            assert (status, headers.get(b"x-iop-estimate")) == (200, None)
+        assert (asked(fleet.stub, path), asked(able, path)) == (0, 6)
+        why = {
+            str(each.key): each.why
+            for each in fleet.edge.outcomes.find(headers[b"x-request-id"].decode()).candidates  # type: ignore[union-attr]
+        }
+        assert why[str(SECOND)] == "has room"
+        assert why[str(KEY)] == "its engine was found to lack a route for this operation"
+
+
+@pytest.mark.clause("SF-01", "SF-06")
+async def test_a_route_that_no_engine_of_the_pool_has_is_refused_by_name_and_never_asked_for() -> None:
+    on_get, script = having(b"/v1/chat/completions")
+    async with (
+        StubEngine(script, on_get=on_get) as other,
+        fleet_of(on_get=on_get, second_endpoint=other.endpoint) as fleet,
+    ):
+        fleet.stub.script = script
+        await eventually(lambda: all("absent_operations" in said(fleet, key) for key in (KEY, SECOND)))
+        status, headers, body = await fleet.post(b'{"model":"fast","input":"x"}', path="/v1/embeddings")
+        assert (status, headers[b"x-iop-reason"]) == (404, b"operation_not_supported")
+        assert b"chat_completions" in body and b"embeddings" not in body.partition(b"it offers")[2]
+        assert asked(fleet.stub, "/v1/embeddings") == asked(other, "/v1/embeddings") == 0
+
+
+@pytest.mark.clause("SF-01")
+async def test_embeddings_pass_a_provider_of_runs_over() -> None:
+    _, script = having(b"/v1/embeddings")
+    async with StubEngine(script) as other, fleet_of(is_ollama=True, second_endpoint=other.endpoint) as fleet:
+        for _ in range(4):
+            status, _, _ = await fleet.post(b'{"model":"fast","input":"x"}', path="/v1/embeddings")
+            assert status == 200
+
+
+@pytest.mark.clause("SF-01", "SF-14")
+async def test_tokens_are_estimated_only_where_messages_are_served() -> None:
+    body = json.dumps({"model": "fast", **BODIES["/v1/messages/count_tokens"]}).encode()
+    async with fleet_of(operations=frozenset({"embeddings"})) as fleet:
+        assert list((await shown(fleet))["endpoints"]) == ["/v1/embeddings"]
+        status, headers, _ = await fleet.post(body, path="/v1/messages/count_tokens")
+        assert (status, headers[b"x-iop-reason"]) == (404, b"operation_not_supported")

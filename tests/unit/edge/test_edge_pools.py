@@ -539,3 +539,74 @@ def test_explain_says_why_each_member_is_or_is_not_eligible():
     assert views["n2/main"].why == "held by epoch 1"
     pools.fence(N1, Generation(1), now=2.0)
     assert pools.explain(demand(), now=2.0)[0].why == "its Node is not connected"
+
+
+# ---- routes that an engine lacks (EN-51) ----
+
+
+@pytest.mark.clause("SF-01", "EN-51")
+def test_who_lacks_a_route_is_no_candidate_until_its_node_says_otherwise() -> None:
+    pools = two()
+    lacks = {K1.provider: frozenset({"embeddings"})}
+    assert pools.set_missing(N1, Generation(1), lacks, now=0.0) == []
+    assert {take(pools, operation="embeddings").key for _ in range(2)} == {K2}
+    whys = {view.key: view.why for view in pools.explain(demand(operation="embeddings"), now=0.0)}
+    assert whys[K1] == "its engine was found to lack a route for this operation"
+    assert isinstance(pools.acquire(demand(operation="embeddings"), now=0.0), Waiting)
+    [granted] = pools.set_missing(N1, Generation(1), {K1.provider: frozenset()}, now=1.0)
+    assert isinstance(granted, Granted) and granted.lease.key == K1
+    assert pools.check(1.0) == []
+
+
+@pytest.mark.clause("SF-01", "EN-51")
+def test_a_route_that_can_be_converted_is_not_lacking() -> None:
+    pools = one()
+    up(pools)
+    pools.set_missing(N1, Generation(1), {K1.provider: frozenset({"messages"})}, now=0.0)
+    assert take(pools, operation="messages").key == K1
+    assert pools.serves(K1, "generate_chat") and pools.serves(K1, "messages")
+    every_chat_but_responses = frozenset({"messages", "chat_completions"})
+    pools.set_missing(N1, Generation(1), {K1.provider: every_chat_but_responses}, now=0.0)
+    assert pools.serves(K1, "chat_completions") and not pools.serves(K1, "generate_chat")
+
+
+@pytest.mark.clause("SF-01", "EN-110")
+def test_waiters_for_a_route_that_turns_out_to_be_missing_are_refused_at_once() -> None:
+    pools = one()
+    up(pools)
+    take(pools)
+    waiting = pools.acquire(demand(operation="embeddings"), now=0.0)
+    chat = pools.acquire(demand(), now=0.0)
+    assert isinstance(waiting, Waiting) and isinstance(chat, Waiting)
+    [denied] = pools.set_missing(N1, Generation(1), {K1.provider: frozenset({"embeddings"})}, now=1.0)
+    assert isinstance(denied, Denied) and denied.waiter == waiting.waiter
+    assert denied.refusal.reason is RefusalReason.OPERATION_NOT_SUPPORTED
+    assert "embeddings" not in denied.refusal.details["offered"]
+    assert pools.is_waiting(chat.waiter) and pools.check(1.0) == []
+
+
+@pytest.mark.clause("EN-33", "EN-51")
+def test_what_an_engine_lacks_is_forgotten_with_its_generation() -> None:
+    pools = one()
+    up(pools)
+    lacks = {K1.provider: frozenset({"embeddings"})}
+    pools.set_missing(N1, Generation(1), lacks, now=0.0)
+    pools.fence(N1, Generation(1), now=1.0)
+    assert isinstance(pools.acquire(demand(operation="embeddings"), now=1.0), Waiting), (
+        "it may come back with it"
+    )
+    assert pools.set_missing(N1, Generation(1), lacks, now=2.0) == [], "news of a former generation"
+    [granted] = up(pools, generation=2, now=3.0)
+    assert isinstance(granted, Granted)
+
+
+@pytest.mark.clause("SF-01")
+def test_a_new_config_without_the_operation_refuses_its_waiters_at_once() -> None:
+    pools = one()
+    up(pools)
+    take(pools)
+    assert isinstance(pools.acquire(demand(operation="embeddings"), now=0.0), Waiting)
+    narrow = {"n1/main": adapter_spec("main", capacity=1, operations=frozenset({"chat_completions"}))}
+    [denied] = pools.apply_snapshot(snapshot_of(narrow, {"fast": ["n1/main"]}, revision=2), now=1.0)
+    assert isinstance(denied, Denied)
+    assert denied.refusal.reason is RefusalReason.OPERATION_NOT_SUPPORTED

@@ -20,7 +20,7 @@ from iop.api.grpc import ports
 from iop.api.grpc.abilities import TEXT_FORMAT, Abilities, abilities_of, common_abilities
 from iop.api.grpc.answer_stream import AnswerStream
 from iop.api.grpc.inference_codec import REQUEST_ID_CHARS_MAX
-from iop.api.grpc.provider_calls import operation_of, options_of, provider_call
+from iop.api.grpc.provider_calls import generation_of, options_of, provider_call
 from iop.core.clock import Clock
 from iop.core.errors import (
     AlreadyExists,
@@ -32,7 +32,7 @@ from iop.core.errors import (
     Unsupported,
 )
 from iop.core.ids import NodeId, ProviderId, RequestId
-from iop.edge.calls import PRIORITY_MAX, PRIORITY_MIN, Call, DispatchRequest, ServedTarget, ways_to
+from iop.edge.calls import PRIORITY_MAX, PRIORITY_MIN, Call, DispatchRequest, ServedTarget
 from iop.edge.dispatch import Dispatcher
 from iop.edge.snapshot import AdapterSpec, EdgeSnapshot, ModelSpec, PoolMember
 from iop.wire.messages import ProviderSnapshot
@@ -95,7 +95,7 @@ class EdgePort:
         """
         spec = self._find_model(model)
         every = self._common(spec)
-        text, chat = (self._common(spec, operation) for operation in ("completions", "chat_completions"))
+        text, chat = (self._common(spec, operation) for operation in ("generate_text", "generate_chat"))
         takes_text = text is not None and text.takes_text
         every = every or Abilities(options=frozenset())
         return ports.ModelInfo(
@@ -212,7 +212,7 @@ class EdgePort:
         return DispatchRequest(
             request_id=RequestId(call.known_as or call.request_id),
             model=spec.id,
-            operation=operation_of(call),
+            operation=generation_of(call),
             estimated_prompt_tokens=tokens,
             # The schema's priorities come first when low, dispatch's when high.
             priority=0 if hints.priority is None else max(PRIORITY_MIN, min(PRIORITY_MAX, -hints.priority)),
@@ -267,9 +267,7 @@ class EdgePort:
         each = [
             self._able(adapter, member.key.node, member.target)
             for member, adapter in self._members(spec)
-            if not operation
-            or adapter.operations is None
-            or not adapter.operations.isdisjoint(ways_to(operation))
+            if not operation or self._dispatcher.pools.serves(member.key, operation)
         ]
         return common_abilities(each) if each else None
 

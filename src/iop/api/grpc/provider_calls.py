@@ -17,7 +17,7 @@ from iop.core.errors import InvalidRequest, Unsupported
 from iop.edge.calls import Call, Route, RunCall, ServedTarget, TunnelCall
 from iop.wire import run_metadata
 
-__all__ = ["operation_of", "options_of", "provider_call"]
+__all__ = ["generation_of", "operation_of", "options_of", "provider_call"]
 
 PROMPT_FORMAT: Final = "prompt_format"
 
@@ -38,6 +38,11 @@ def format_of(call: ports.GenerateCall) -> str:
 def operation_of(call: ports.GenerateCall) -> str:
     """What a provider is asked for."""
     return "chat_completions" if format_of(call) else "completions"
+
+
+def generation_of(call: ports.GenerateCall) -> str:
+    """What dispatch is asked: nobody who would have to be asked in a dialect that is not written here."""
+    return "generate_chat" if format_of(call) else "generate_text"
 
 
 def options_of(call: ports.GenerateCall) -> dict[str, Any]:

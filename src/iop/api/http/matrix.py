@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from iop.api.http.convert.plan import RUN_OPERATIONS, conversion_for
+from iop.api.http.convert.plan import conversion_for
 from iop.api.http.limits import HttpLimits
 from iop.core.ids import NodeId, ProviderId
-from iop.edge.calls import ProviderKey, Route
+from iop.edge.calls import RUN_OPERATIONS, ProviderKey, Route
 from iop.edge.snapshot import AdapterSpec, EdgeSnapshot, ModelSpec
 from iop.wire.messages import ProviderSnapshot
 from iop.wire.model_facts import ABSENT_OPERATIONS, MODEL_FACTS, ModelFacts, decode_facts, read_names

@@ -20,7 +20,7 @@ from iop import __version__
 from iop.api.http.bulk import BULK_BYTES
 from iop.api.http.bulk_lane import BulkLane
 from iop.api.http.convert.hook import Conversion
-from iop.api.http.convert.plan import RUN_OPERATIONS, conversion_for, plan_request
+from iop.api.http.convert.plan import conversion_for, plan_request
 from iop.api.http.convert.writers import AnswerTerms
 from iop.api.http.errors import Dialect, error_body, error_code, error_headers, error_status
 from iop.api.http.estimate import estimate_tokens, prompt_bytes
@@ -40,7 +40,17 @@ from iop.api.http.splice import RequestFields, read_fields
 from iop.core.clock import Clock
 from iop.core.errors import InvalidRequest, IopError, NotFound, Unsupported
 from iop.core.ids import RequestId
-from iop.edge.calls import DispatchRequest, PrepareCall, Route, RunCall, ServedTarget, TunnelCall
+from iop.edge.calls import (
+    OPERATIONS,
+    RUN_OPERATIONS,
+    DispatchRequest,
+    PrepareCall,
+    Route,
+    RunCall,
+    ServedTarget,
+    TunnelCall,
+    ways_to,
+)
 from iop.edge.chain import VIA_FIELD, read_via
 from iop.edge.dispatch import DispatchHandle
 from iop.edge.snapshot import EdgeSnapshot
@@ -297,7 +307,7 @@ class EdgeHttp:
         try:
             handle = await self._dispatch.dispatch(request, partial(self._prepare, exchange))
         except Unsupported as error:
-            if operation.name != "count_tokens" or error.reason.lower() != "operation_not_supported":
+            if operation.name != "count_tokens" or not _offers_messages(error):
                 raise
             self._answer_estimate(exchange, visit, fields)
             return
@@ -313,7 +323,7 @@ class EdgeHttp:
         call: TunnelCall | RunCall
         if target.route is Route.TUNNEL:
             # What the engine was found not to have is asked for in another dialect rather than in vain.
-            offered = target.operations - self._matrix.absent(target.key)
+            offered = (target.operations or OPERATIONS) - self._matrix.absent(target.key)
         else:
             offered = RUN_OPERATIONS
         if (other := conversion_for(operation.name, offered)) is not None:
@@ -484,6 +494,12 @@ class EdgeHttp:
 def _may_use(visit: _Visit) -> Callable[..., bool]:
     assert visit.caller is not None, "a request is admitted before it is answered"
     return visit.caller.may_use
+
+
+def _offers_messages(refusal: Unsupported) -> bool:
+    """Whether a pool that counts no tokens takes messages, so that their tokens are worth an estimate (SF-14)."""
+    offered = refusal.details.get("offered", "").split(", ")
+    return refusal.reason == "operation_not_supported" and any(way in offered for way in ways_to("messages"))
 
 
 def _tunnel_call(

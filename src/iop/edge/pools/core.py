@@ -10,7 +10,7 @@ A pump looks only at the heads of the classes of the models that the touched pro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import ceil
 
 from msgspec.structs import replace
@@ -188,6 +188,7 @@ class Pools:
             provider.is_started = provider.key.provider not in absent
             provider.breaker.reset()
             provider.busy_until = 0.0
+            provider.learn(frozenset())
             if provider.spec.is_administered and provider.gate.is_open:
                 provider.gate = RECONCILE_GATE  # its state is not confirmed: it opens by set_gates alone
         return self._settle(mine, now)
@@ -209,6 +210,26 @@ class Pools:
                 provider.gate = RECONCILE_GATE
         return self._settle(touched, now)
 
+    def set_missing(
+        self,
+        node: NodeId,
+        generation: Generation,
+        missing: Mapping[ProviderId, frozenset[str]],
+        *,
+        now: float,
+    ) -> list[Settlement]:
+        """A Node told which routes its engines lack: nothing is sent there in vain while others have them (EN-51).
+
+        ``missing``: by adapter. Waiters whom nobody of the pool could serve any more are refused at once (SF-01).
+        """
+        touched: list[Provider] = []
+        for name, lacks in missing.items():
+            provider = self._providers.get(ProviderKey(node=node, provider=name))
+            if provider is not None and provider.generation == generation and provider.missing != lacks:
+                provider.learn(lacks)
+                touched.append(provider)
+        return [*self._refuse_unservable(touched), *self._settle(touched, now)]
+
     def fence(
         self, node: NodeId, generation: Generation, *, now: float
     ) -> tuple[list[Lease], list[Settlement]]:
@@ -223,6 +244,7 @@ class Pools:
             if provider.generation == generation:
                 provider.generation = None
                 provider.breaker.reset()
+                provider.learn(frozenset())
         lost = self.leases.give_back_all(node, generation)
         for provider in mine:
             if not provider.is_configured:
@@ -266,7 +288,8 @@ class Pools:
             self._queues.setdefault(model_id, ModelQueue())
             if not self._members[model_id]:
                 self._judge(model_id, now)  # no provider leads to it any more
-        return settled + self._settle(list(self._providers.values()), now)
+        everybody = list(self._providers.values())
+        return [*settled, *self._refuse_unservable(everybody), *self._settle(everybody, now)]
 
     def deny_all(self, reason: RefusalReason) -> list[Settlement]:
         """Refuse every waiter: the Edge stops (EN-109)."""
@@ -354,6 +377,11 @@ class Pools:
         """The opaque name of a resource."""
         provider = self._providers.get(key)
         return opaque_name(key) if provider is None else provider.name
+
+    def serves(self, key: ProviderKey, operation: str) -> bool:
+        """Whether a resource can serve an operation, by one of its dialects; also while it is away."""
+        provider = self._providers.get(key)
+        return provider is not None and operation in provider.served
 
     def served_target(self, lease: Lease) -> ServedTarget:
         """What a surface needs to know to build the body under this lease (EN-54)."""
@@ -495,8 +523,23 @@ class Pools:
             return None
         if key.is_long and any(provider.serves(ClassKey(False, key.operation)) for provider in members):
             return Refusal(reason=RefusalReason.LONG_CONTEXT_NOT_SUPPORTED)
-        offered = sorted({o for p in members for o in p.spec.operations or ()})
+        offered = sorted({operation for provider in members for operation in provider.offered})
         return Refusal(reason=RefusalReason.OPERATION_NOT_SUPPORTED, details={"offered": ", ".join(offered)})
+
+    def _refuse_unservable(self, touched: Iterable[Provider]) -> list[Settlement]:
+        """Take out whoever waits for what nobody in the pool can serve since these providers changed."""
+        settled: list[Settlement] = []
+        for model_id in {model_id for provider in touched for model_id in provider.models}:
+            queue = self._queues[model_id]
+            for key, lane in list(queue.classes.items()):
+                refusal = self._unservable(self._snapshot.models[model_id], key)
+                if refusal is None:
+                    continue
+                for waiter in list(lane):
+                    queue.remove(key, waiter.id)
+                    del self._where[waiter.id]
+                    settled.append(Denied(waiter=waiter.id, refusal=refusal))
+        return settled
 
     def _condition(self, model_id: ModelId, key: ClassKey, now: float) -> Condition:
         """What a class waits for: the most hopeful of what its live providers say."""
@@ -645,6 +688,7 @@ class Pools:
                     enabled=held.enabled if spec.enabled == known.spec.enabled else None,
                 )
                 known.spec, known.models, known.is_configured = spec, models, True
+                known.learn(known.missing)
                 known.breaker.configure(snapshot.breaker)
         for provider in list(self._providers.values()):
             if not provider.is_configured:

@@ -80,8 +80,12 @@ def _obstacle(provider: Provider, key: ClassKey, leases: LeaseBook, now: float) 
         return "its Node is not connected"
     if not provider.is_started:
         return "its adapter did not start"
+    if key.operation not in provider.served:
+        if key.operation in provider.served_as_configured:
+            return "its engine was found to lack a route for this operation"
+        return "does not offer this operation"
     if not provider.serves(key):
-        return "does not offer long context" if key.is_long else "does not offer this operation"
+        return "does not offer long context"
     if not provider.gate.is_open:
         return "held by " + ", ".join(provider.gate.held_by or (provider.gate.mode.value,))
     if key.operation in SIDE_OPERATIONS:

@@ -7,7 +7,16 @@ from hashlib import sha256
 from typing import Final
 
 from iop.core.ids import Generation, ModelId
-from iop.edge.calls import SIDE_OPERATIONS, SIDE_WORK_MAX, ProviderKey, ways_to
+from iop.edge.calls import (
+    GENERATIONS,
+    OPERATIONS,
+    RUN_OPERATIONS,
+    SIDE_OPERATIONS,
+    SIDE_WORK_MAX,
+    ProviderKey,
+    Route,
+    ways_to,
+)
 from iop.edge.pools.breaker import Breaker
 from iop.edge.pools.gates import OPEN_GATE, GateMode, ProviderGate
 from iop.edge.pools.leases import LeaseBook
@@ -40,6 +49,7 @@ class Provider:
         generation: of the Node that is activated now; ``None`` while it is away.
         is_started: its adapter came up on the Node; else the Node would refuse whatever it is sent.
         overrides: values that reconfiguration put over the file's (AD-47).
+        missing: routes that its engine was found not to have, as its Node told in this generation (EN-51).
         passed_over: picks that the long (True) or short (False) head lost to the other in a row (EN-111).
     """
 
@@ -55,7 +65,26 @@ class Provider:
     is_started: bool = True
     models: tuple[ModelId, ...] = ()
     overrides: Overrides = NO_OVERRIDES
+    missing: frozenset[str] = frozenset()
     passed_over: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    offered: frozenset[str] = field(init=False)
+    """Operations that it is asked: as configured, without what is missing."""
+    served: frozenset[str] = field(init=False)
+    """Those that it can serve by one of these, converted ones too."""
+
+    def __post_init__(self) -> None:
+        self.learn(self.missing)
+
+    def learn(self, missing: frozenset[str]) -> None:
+        """Work out what it serves; when the config or the Node says something new, not for each request."""
+        self.missing = missing
+        self.offered = _configured(self.spec) - missing
+        self.served = _served_by(self.offered)
+
+    @property
+    def served_as_configured(self) -> frozenset[str]:
+        """What it would serve, were nothing missing."""
+        return _served_by(_configured(self.spec))
 
     @property
     def capacity(self) -> int:
@@ -82,10 +111,7 @@ class Provider:
 
     def serves(self, key: ClassKey) -> bool:
         """Whether it could ever take a demand of this class."""
-        operations = self.spec.operations
-        if operations is not None and operations.isdisjoint(ways_to(key.operation)):
-            return False
-        return not key.is_long or self.long_capacity > 0
+        return key.operation in self.served and (not key.is_long or self.long_capacity > 0)
 
     def has_room(self, key: ClassKey, leases: LeaseBook, now: float) -> bool:
         """Whether a demand of this class may begin here now."""
@@ -108,3 +134,14 @@ class Provider:
             and (not key.is_long or leases.long_in_flight(self.key) < self.long_capacity)
             and self.breaker.admits(now)
         )
+
+
+def _configured(spec: AdapterSpec) -> frozenset[str]:
+    if spec.operations is not None:
+        return spec.operations & OPERATIONS
+    return RUN_OPERATIONS if spec.route is Route.RUN else OPERATIONS
+
+
+def _served_by(offered: frozenset[str]) -> frozenset[str]:
+    asked = (*OPERATIONS, *GENERATIONS)
+    return frozenset(name for name in asked if not offered.isdisjoint(ways_to(name)))

@@ -25,16 +25,13 @@ from iop.api.http.splice import RequestFields
 from iop.core.errors import InvalidRequest
 from iop.edge.calls import CONVERSIONS
 
-__all__ = ["PATHS", "RUN_OPERATIONS", "Plan", "conversion_for", "plan_request"]
+__all__ = ["PATHS", "Plan", "conversion_for", "plan_request"]
 
 PATHS: Final[Mapping[str, str]] = {
     "chat_completions": "/v1/chat/completions",
     "messages": "/v1/messages",
     "responses": "/v1/responses",
 }
-
-RUN_OPERATIONS: Final = frozenset({"chat_completions", "completions"})
-"""What normalised runs are asked in; other chats are converted to it."""
 
 _DIALECTS: Final[Mapping[str, Dialect]] = {
     "chat_completions": Dialect.CHAT,
