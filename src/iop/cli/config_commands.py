@@ -13,8 +13,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from iop.app.sources import gather
+from iop.cli.ops_options import OpsCa, OpsCertificate, OpsKey, OpsTarget, OpsToken, ops_client
 from iop.cli.output import data, notes, print_json, print_rows
-from iop.cli.targets import find_endpoint
 from iop.config import (
     EffectiveValue,
     Loaded,
@@ -116,28 +116,25 @@ def _with_stored_overrides(
     return with_overrides(rows, shown), [one.to_json() for one in shown]
 
 
-Target = Annotated[
-    str | None,
-    typer.Option(
-        "--target", metavar="HOST:PORT", help="The Edge's ops listener; else the one that runs here."
-    ),
-]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        "--token", metavar="REF", help="file:PATH, env:NAME, none, or admin for the development token."
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @config_app.command("show")
-def show(as_json: Json = False, target: Target = None, token: Token = None) -> None:
+def show(
+    as_json: Json = False,
+    target: OpsTarget = None,
+    token: OpsToken = None,
+    tls_ca: OpsCa = None,
+    tls_cert: OpsCertificate = None,
+    tls_key: OpsKey = None,
+) -> None:
     """Show the config that the Edge runs: each value and where it came from, a reconfiguration included.
 
     Example: iop config show
     """
-    shown = _ops(target, token).show_config()
+    shown = ops_client(
+        target, token, role="admin", ca=tls_ca, certificate=tls_cert, key=tls_key
+    ).show_config()
     if as_json:
         print_json(shown)
         return
@@ -151,8 +148,11 @@ def show(as_json: Json = False, target: Target = None, token: Token = None) -> N
 def plan(
     file: Annotated[Path, typer.Argument(help="The edge.yaml that would be applied.")],
     as_json: Json = False,
-    target: Target = None,
-    token: Token = None,
+    target: OpsTarget = None,
+    token: OpsToken = None,
+    tls_ca: OpsCa = None,
+    tls_cert: OpsCertificate = None,
+    tls_key: OpsKey = None,
 ) -> None:
     """Show what FILE would change at the running Edge, and change nothing.
 
@@ -160,7 +160,9 @@ def plan(
 
     Example: iop config plan edge.yaml
     """
-    shown = _ops(target, token).plan_config(gather(file).text)
+    shown = ops_client(target, token, role="admin", ca=tls_ca, certificate=tls_cert, key=tls_key).plan_config(
+        gather(file).text
+    )
     if as_json:
         print_json(shown)
     else:
@@ -171,8 +173,11 @@ def plan(
 def apply(
     file: Annotated[Path, typer.Argument(help="The edge.yaml to apply.")],
     as_json: Json = False,
-    target: Target = None,
-    token: Token = None,
+    target: OpsTarget = None,
+    token: OpsToken = None,
+    tls_ca: OpsCa = None,
+    tls_cert: OpsCertificate = None,
+    tls_key: OpsKey = None,
 ) -> None:
     """Make FILE the running Edge's config, whole; a wrong one is refused whole and the running one stays.
 
@@ -180,7 +185,7 @@ def apply(
 
     Example: iop config apply edge.yaml
     """
-    client = _ops(target, token)
+    client = ops_client(target, token, role="admin", ca=tls_ca, certificate=tls_cert, key=tls_key)
     shown = client.apply_config(gather(file).text)
     shown["nodes"] = _refreshed(client, shown["revision"])
     if as_json:
@@ -193,13 +198,6 @@ def apply(
         data.print(f"  node {node['id']}: {node['step']}, config revision {node['config_revision']}{why}")
     if shown["not_persisted"]:
         notes.print(f"warning: the Edge's own file was not changed: {shown['not_persisted']}", style="yellow")
-
-
-def _ops(target: str | None, token: str | None) -> Any:
-    from iop.client.ops import OpsClient, OpsTarget
-
-    endpoint = find_endpoint("ops", target=target, token=token, role="admin")
-    return OpsClient(OpsTarget(address=endpoint.address, token=endpoint.token))
 
 
 def _refreshed(client: Any, revision: int) -> list[dict[str, Any]]:

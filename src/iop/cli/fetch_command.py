@@ -13,9 +13,8 @@ import typer
 
 from iop.admin.results import ProfileArtifact, StopProfileResult
 from iop.cli.admin_call import Call, query
+from iop.cli.ops_options import ops_client
 from iop.cli.output import data, print_json
-from iop.cli.targets import find_endpoint
-from iop.client.ops import OpsClient, OpsTarget
 from iop.core.errors import InvalidRequest, RemoteProtocolError
 
 __all__ = ["register", "save"]
@@ -46,6 +45,13 @@ async def profile_fetch(
         str | None,
         typer.Option("--ops-token", metavar="REF", help="With --ops: file:PATH, env:NAME, none, or a role."),
     ] = None,
+    ops_tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--ops-tls-ca",
+            help="With --ops: authorities of the ops listener, PEM; turns TLS on.",
+        ),
+    ] = None,
 ) -> None:
     """Fetch the files of a stopped profile, and check each one's digest.
 
@@ -59,7 +65,7 @@ async def profile_fetch(
             f"{operation} is no profile-stop that succeeded: give the operation that profile-stop named.",
             reason="NO_ARTIFACTS",
         )
-    read = call.client.artifact if ops is None else _over_ops(ops, ops_token)
+    read = call.client.artifact if ops is None else _over_ops(ops, ops_token, ops_tls_ca)
     out.mkdir(parents=True, exist_ok=True)
     saved = []
     for artifact in shown.result.artifacts:
@@ -71,10 +77,9 @@ async def profile_fetch(
         print_json({"files": saved})
 
 
-def _over_ops(ops: str, token: str | None) -> Callable[[str], AsyncIterator[bytes]]:
+def _over_ops(ops: str, token: str | None, ca: Path | None) -> Callable[[str], AsyncIterator[bytes]]:
     """The same files by HTTP, where only that listener can be reached."""
-    endpoint = find_endpoint("ops", target=ops, token=token, role="viewer")
-    client = OpsClient(OpsTarget(address=endpoint.address, token=endpoint.token))
+    client = ops_client(ops, token, role="viewer", ca=ca)
 
     async def read(uri: str) -> AsyncIterator[bytes]:
         for chunk in client.artifact(uri.removeprefix(SCHEME)):

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from iop.cli.ops_options import OpsCa, OpsCertificate, OpsKey, OpsTarget, OpsToken, ops_client
 from iop.cli.output import data, print_json, print_rows
 
 __all__ = ["NodeQuestion", "node_command"]
@@ -27,26 +28,17 @@ def node_command(
     question: Annotated[NodeQuestion, typer.Argument(help="What to ask.")],
     adapter: Annotated[str, typer.Option("--adapter", help="Only about this adapter of the Node.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target", metavar="HOST:PORT", help="The Edge's ops listener; else the one that runs here."
-        ),
-    ] = None,
-    token: Annotated[
-        str | None,
-        typer.Option("--token", metavar="REF", help="file:PATH, env:NAME, none, or viewer|operator|admin."),
-    ] = None,
+    target: OpsTarget = None,
+    token: OpsToken = None,
+    tls_ca: OpsCa = None,
+    tls_cert: OpsCertificate = None,
+    tls_key: OpsKey = None,
 ) -> None:
     """Ask a Node, through its Edge, about its work, its adapters or its connection.
 
     Example: iop node command gpu-1 transport
     """
-    from iop.cli.targets import find_endpoint
-    from iop.client.ops import OpsClient, OpsTarget
-
-    endpoint = find_endpoint("ops", target=target, token=token, role="viewer")
-    client = OpsClient(OpsTarget(address=endpoint.address, token=endpoint.token))
+    client = ops_client(target, token, role="viewer", ca=tls_ca, certificate=tls_cert, key=tls_key)
     shown = client.command(node, question.value, adapter=adapter)
     if as_json:
         print_json(shown)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from iop.cli.ops_options import OpsCa, OpsCertificate, OpsKey, OpsTarget, OpsToken, ops_client
 from iop.cli.output import data, print_json
-from iop.cli.targets import find_endpoint
 
 __all__ = ["session_app"]
 
@@ -23,25 +23,19 @@ def sessions() -> None:
 def end(
     session: Annotated[str, typer.Argument(help="Its id, as iop node command NODE sessions shows it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target", metavar="HOST:PORT", help="The Edge's ops listener; else the one that runs here."
-        ),
-    ] = None,
-    token: Annotated[
-        str | None,
-        typer.Option("--token", metavar="REF", help="file:PATH, env:NAME, none, or viewer|operator|admin."),
-    ] = None,
+    target: OpsTarget = None,
+    token: OpsToken = None,
+    tls_ca: OpsCa = None,
+    tls_cert: OpsCertificate = None,
+    tls_key: OpsKey = None,
 ) -> None:
     """End a session: its runs are cancelled, its state is removed. Needs the permission abort.
 
     Example: iop session end build-bot:ticket-7
     """
-    from iop.client.ops import OpsClient, OpsTarget
-
-    endpoint = find_endpoint("ops", target=target, token=token, role="admin")
-    told = OpsClient(OpsTarget(address=endpoint.address, token=endpoint.token)).terminate_session(session)
+    told = ops_client(
+        target, token, role="admin", ca=tls_ca, certificate=tls_cert, key=tls_key
+    ).terminate_session(session)
     if as_json:
         print_json(told)
         return

@@ -6,19 +6,11 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from iop.cli.ops_options import OpsCa, OpsCertificate, OpsKey, OpsTarget, OpsToken, ops_client
 from iop.cli.output import data, print_json, print_rows
-from iop.cli.targets import find_endpoint
 
 __all__ = ["register"]
 
-Target: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--target", metavar="HOST:PORT", help="The ops listener; else the one that runs here."),
-]
-Token: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--token", metavar="REF", help="file:PATH, env:NAME, none, or viewer|operator|admin."),
-]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -29,26 +21,24 @@ def register(app: typer.Typer) -> None:
     app.command("models")(models)
 
 
-def _client(target: str | None, token: str | None) -> Any:
-    from iop.client.ops import OpsClient, OpsTarget
-
-    endpoint = find_endpoint("ops", target=target, token=token, role="viewer")
-    return OpsClient(OpsTarget(address=endpoint.address, token=endpoint.token))
-
-
 def status(
     leases: Annotated[
         bool, typer.Option("--leases", help="List every occupied unit of capacity too.")
     ] = False,
     as_json: Json = False,
-    target: Target = None,
-    token: Token = None,
+    target: OpsTarget = None,
+    token: OpsToken = None,
+    tls_ca: OpsCa = None,
+    tls_cert: OpsCertificate = None,
+    tls_key: OpsKey = None,
 ) -> None:
     """The fleet: Nodes and their providers, models and their queues.
 
     Example: iop status --leases
     """
-    shown = _client(target, token).status(with_leases=leases)
+    shown = ops_client(target, token, role="viewer", ca=tls_ca, certificate=tls_cert, key=tls_key).status(
+        with_leases=leases
+    )
     if as_json:
         print_json(shown)
         return
@@ -94,14 +84,19 @@ def _provider_rows(nodes: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 def explain(
     request_id: Annotated[str, typer.Argument(help="The x-request-id of a recent answer.")],
     as_json: Json = False,
-    target: Target = None,
-    token: Token = None,
+    target: OpsTarget = None,
+    token: OpsToken = None,
+    tls_ca: OpsCa = None,
+    tls_cert: OpsCertificate = None,
+    tls_key: OpsKey = None,
 ) -> None:
     """Why a recent request went where it went: candidates, choice, waiting, outcome.
 
     Example: iop explain req-7
     """
-    shown = _client(target, token).explain(request_id)
+    shown = ops_client(target, token, role="viewer", ca=tls_ca, certificate=tls_cert, key=tls_key).explain(
+        request_id
+    )
     if as_json:
         print_json(shown)
         return
@@ -112,14 +107,23 @@ def explain(
         data.print(f"  {sign} {candidate['provider']}: {candidate['why']}")
 
 
-def models(as_json: Json = False, target: Target = None, token: Token = None) -> None:
+def models(
+    as_json: Json = False,
+    target: OpsTarget = None,
+    token: OpsToken = None,
+    tls_ca: OpsCa = None,
+    tls_cert: OpsCertificate = None,
+    tls_key: OpsKey = None,
+) -> None:
     """What callers may ask for: each model, who serves it, how full its queue is, and what its pool can do.
 
     A question mark stands where no engine has said.
 
     Example: iop models
     """
-    shown = _client(target, token).status()["models"]
+    shown = ops_client(target, token, role="viewer", ca=tls_ca, certificate=tls_cert, key=tls_key).status()[
+        "models"
+    ]
     if as_json:
         print_json({"models": shown})
         return

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -21,7 +23,7 @@ from iop.core.errors import (
     Unavailable,
 )
 
-__all__ = ["OpsClient", "OpsTarget"]
+__all__ = ["OpsClient", "OpsTarget", "OpsTls"]
 
 _BY_STATUS: Final[dict[int, type[IopError]]] = {
     400: InvalidRequest,
@@ -32,12 +34,41 @@ _BY_STATUS: Final[dict[int, type[IopError]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpsTls:
+    """How to know an ops listener that speaks TLS, and what to show it (AD-03).
+
+    Attributes:
+        ca: PEM file of the authorities that vouch for it; nobody else does.
+        certificate: PEM file of ours, with its chain, for mutual TLS; None: none is shown.
+        key: its private key; None: it is in the same file.
+    """
+
+    ca: Path
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Raises InvalidRequest for files that cannot be read or hold no PEM."""
+        try:
+            context = ssl.create_default_context(cafile=str(self.ca))
+            if self.certificate is not None:
+                context.load_cert_chain(self.certificate, self.key)
+        except OSError as error:  # what ssl raises is one too
+            raise InvalidRequest(
+                f"TLS cannot be set up from {self.ca} and what goes with it: {error.strerror or error}.",
+                reason="TLS_FILES",
+            ) from None
+        return context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpsTarget:
-    """Which listener, and with which viewer token; None sends none."""
+    """Which listener, and with which viewer token; None sends none. Without ``tls``: plain HTTP."""
 
     address: str
     token: str | None = field(default=None, repr=False)
     timeout_s: float = 10.0
+    tls: OpsTls | None = None
 
 
 class OpsClient:
@@ -68,11 +99,10 @@ class OpsClient:
         """A profile's file in pieces (AD-46). Raises NotFound, or Unavailable when its Node is away or was lost."""
         target = self._target
         headers = {"authorization": f"Bearer {target.token}"} if target.token else {}
-        url = f"http://{target.address}/artifacts/{quote(name)}"
         try:
             with (
-                httpx2.Client(timeout=target.timeout_s, trust_env=False) as client,
-                client.stream("GET", url, headers=headers) as answer,
+                self._client() as client,
+                client.stream("GET", f"/artifacts/{quote(name)}", headers=headers) as answer,
             ):
                 if answer.status_code != 200:
                     answer.read()
@@ -106,17 +136,11 @@ class OpsClient:
     ) -> dict[str, Any]:
         target = self._target
         headers = {"authorization": f"Bearer {target.token}"} if target.token else {}
-        url = f"http://{target.address}{path}"
         try:
-            # An ambient proxy must not see tokens that belong on loopback.
-            with httpx2.Client(timeout=target.timeout_s, trust_env=False) as client:
-                answer = client.request(method, url, params=query, json=body, headers=headers)
+            with self._client() as client:
+                answer = client.request(method, path, params=query, json=body, headers=headers)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise Unavailable(
-                f"Nobody answers at {target.address}. Is the Edge running? Start one with: iop up",
-                reason="UNREACHABLE",
-                details={"address": target.address},
-            ) from error
+            raise self._unreachable(error) from error
         try:
             shape = answer.json()
         except ValueError as error:
@@ -126,6 +150,44 @@ class OpsClient:
         if answer.status_code != 200 or not isinstance(shape, dict):
             raise _error_of(answer.status_code, shape, target.address)
         return shape
+
+    def _client(self) -> httpx2.Client:
+        target = self._target
+        scheme = "http" if target.tls is None else "https"
+        # An ambient proxy must not see tokens that belong on loopback.
+        return httpx2.Client(
+            base_url=f"{scheme}://{target.address}",
+            timeout=target.timeout_s,
+            trust_env=False,
+            verify=True if target.tls is None else target.tls.context(),
+        )
+
+    def _unreachable(self, error: Exception) -> Unavailable:
+        target = self._target
+        details = {"address": target.address}
+        if _is_of_tls(error):
+            why_not = "its certificate is not from the authorities of --tls-ca, or it does not speak TLS"
+            return Unavailable(
+                f"{target.address} cannot be trusted: {why_not}.", reason="TLS_FAILED", details=details
+            )
+        if isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError) and target.tls is None:
+            return Unavailable(
+                f"{target.address} does not answer HTTP. If it speaks TLS, say whom to trust: --tls-ca FILE.",
+                reason="UNREACHABLE",
+                details=details,
+            )
+        return Unavailable(
+            f"Nobody answers at {target.address}. Is the Edge running? Start one with: iop up",
+            reason="UNREACHABLE",
+            details=details,
+        )
+
+
+def _is_of_tls(error: BaseException | None) -> bool:
+    """Whether TLS is why it failed; the library wraps its errors."""
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _shape_of(content: bytes) -> object:
