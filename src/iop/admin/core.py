@@ -630,6 +630,16 @@ class AdminCore:
             if record is not None and isinstance(record.source, DiskSource)
         }
 
+    async def name_artifact_again(self, uri: str) -> None:
+        """Have whoever holds an artifact of a stopped profile name it once more; a restarted server forgot where it is.
+
+        Does nothing for what no profile left, and for a profile whose participants are away.
+        """
+        profiles = (await self._journal.snapshot()).desired.profiles.values()
+        found = next((p for p in profiles if any(a.uri == uri for a in p.artifacts)), None)
+        if found is not None:
+            await self._reconciler.name_again(found)
+
     async def overrides(self) -> Sequence[OverrideRecord]:
         """Reconfigured values that hold over the file's as it is now (AD-47). For whoever explains the config."""
         snapshot = await self._journal.snapshot()

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from iop.admin.crew import WAIT_S_MIN, Crew, CrewTiming, read_back_all
 from iop.admin.desired import (
     Desired,
+    ProfileRecord,
     QuarantineRecord,
     WeightRecord,
     with_item,
@@ -28,7 +29,14 @@ from iop.admin.overrides import following_file, returned, stale_values
 from iop.admin.participant import ParticipantDriver
 from iop.admin.profile import ParticipantInfo
 from iop.admin.reconcile import Remedy, RemedyStep, remedy_for
-from iop.admin.steps import CommitWeightsStep, ParticipantReadBack, ReconfigureStep, Step, StepCall
+from iop.admin.steps import (
+    CommitWeightsStep,
+    ParticipantReadBack,
+    ReconfigureStep,
+    Step,
+    StepCall,
+    StopProfileStep,
+)
 from iop.admin.targets import by_group
 from iop.core.clock import Clock
 from iop.core.errors import IopError
@@ -268,7 +276,7 @@ class Reconciler:
         def decide(snapshot: Snapshot) -> Desired | None:
             found.clear()
             is_moved = self._touches.get(group, 0) != touches
-            if _is_busy(snapshot, group) or is_moved:
+            if _is_busy(snapshot, group) or is_moved or group in self._remedies:
                 return None
             quarantine = snapshot.desired.quarantines.get(group)
             if quarantine is not None and not _is_restarted(quarantine, seen):
@@ -339,6 +347,22 @@ class Reconciler:
                 logger.warning("overrides.file_value_refused group=%s reason=%s", group, why)
         await self._journal.amend(lambda current: returned(current.desired, group, told))
 
+    async def name_again(self, profile: ProfileRecord) -> None:
+        """Have the participants of a stopped profile name its artifacts once more, for a driver that forgot where
+        they are (AD-46): its groups that are connected and that no operation has.
+        """
+        for group, members in by_group(self._driver.participants()).items():
+            mine = [p for p in members if p.participant_id in profile.participant_ids]
+            if not mine or not all(p.connected for p in members):
+                continue
+            ordinal = await self._next_ordinal(group)
+            if ordinal is None:
+                continue
+            stop = RemedyStep(body=StopProfileStep(profile_id=profile.profile_id), goal=Goal.ANSWERED)
+            why = await self._remedy(group, members, Remedy(steps=(stop,)), ordinal)
+            if why:
+                logger.warning("profile.not_named_again group=%s reason=%s", group, why)
+
     async def _next_ordinal(self, group: GroupId) -> int | None:
         """Claim the group for steps of our own; None when an operation has it."""
         claimed: list[int] = []
@@ -346,7 +370,7 @@ class Reconciler:
 
         def claim(snapshot: Snapshot) -> Desired | None:
             claimed.clear()
-            if _is_busy(snapshot, group):
+            if _is_busy(snapshot, group) or group in self._remedies:
                 return None
             self._remedies[group] = asyncio.Event()
             claimed.append(snapshot.desired.next_ordinal(now_us=now_us))

@@ -14,7 +14,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from iop.app.translate import api_keys, file_tls, http_keys, http_limits, princi
 from iop.config import EdgeConfig
 from iop.config.values import Address
 from iop.core.ids import RunId
+from iop.edge.artifacts import SCHEME
 from iop.edge.edge import Edge
 from iop.edge.metrics import EdgeCollector
 from iop.net.admin_steps import AdminStepCodec
@@ -199,7 +200,7 @@ class _Served:
                 receive_bytes_max=admin_receive_bytes_max(self._core.limits),
             ),
             control=self._port,
-            read_artifact=self.edge.artifacts.read,
+            read_artifact=self._read_artifact,
             on_ended=self._rpc_metrics.on_ended,
         )
         with binding("admin", address):
@@ -227,6 +228,14 @@ class _Served:
             await stack.enter_async_context(listener.serving())
         self._addresses["openengine"] = listener.address
 
+    async def _read_artifact(self, uri: str) -> AsyncIterator[bytes]:
+        """A profile's file; what an Edge before this one named is asked for again first (AD-46)."""
+        artifacts = self.edge.artifacts
+        if not artifacts.is_known(uri):
+            await self._core.name_artifact_again(SCHEME + uri.removeprefix(SCHEME))
+        async for data in artifacts.read(uri):
+            yield data
+
     async def _serve_ops(self, stack: AsyncExitStack) -> None:
         address = self._config.listen.ops
         if address is None:
@@ -245,7 +254,7 @@ class _Served:
                 metrics_type=metrics.content_type,
                 authorize=viewer_check(self._principals),
                 is_ready=self._is_ready,
-                read_artifact=self.edge.artifacts.read,
+                read_artifact=self._read_artifact,
                 more_routes=[
                     *config_routes(self._keeper, self._authenticate, find_overrides=self._core.overrides),
                     *session_routes(self.edge.nodes.terminate_session, self._authenticate),

@@ -48,6 +48,10 @@ class Artifacts:
             self._known.popitem(last=False)
         return SCHEME + name
 
+    def is_known(self, uri: str) -> bool:
+        """Whether somebody published it since this Edge started, with or without the scheme."""
+        return uri.removeprefix(SCHEME) in self._known
+
     async def read(self, uri: str) -> AsyncIterator[bytes]:
         """Fetch one; the reader's pace is the Node's (EN-102). With or without the scheme.
 
@@ -59,7 +63,7 @@ class Artifacts:
         found = self._known.get(uri.removeprefix(SCHEME))
         if found is None:
             raise NotFound(
-                "no artifact of this name is known; stop the profile again", reason="unknown_artifact"
+                "no artifact of this name is known, or its engine is away", reason="unknown_artifact"
             )
         key, node_uri = found
         connection = self._find_connection(key.node)

@@ -81,3 +81,29 @@ async def test_a_profiles_files_are_fetched_through_the_edge_and_from_the_engine
             *edge,
         )
         assert len(fetched["files"]) == 5
+
+
+@pytest.mark.clause("AD-46", "AD-26")
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped-before", "running"])
+async def test_a_profiles_files_are_fetched_after_a_restart_of_edge_and_node(
+    tmp_path: Path, is_stopped: bool
+) -> None:
+    async with EngineFleet(tmp_path, ["n1"], ranks=2, capacity=4) as fleet:
+        await fleet.start()
+        edge = ("--target", fleet.admin_address, "--token", "file:viewer.token")
+        started, _ = await admin(fleet, "profile-start", "--all", "--kind", "cpu", *edge)
+        if is_stopped:
+            stopped, _ = await admin(fleet, "profile-stop", started["profile_id"], *edge)
+        for part in ("edge", "n1"):
+            fleet.kill(part)
+        await fleet.start_edge()
+        fleet.start_node("n1")
+        await fleet.all_operated()
+        if not is_stopped:
+            stopped, _ = await admin(fleet, "profile-stop", started["profile_id"], *edge)
+        fetched, _ = await admin(
+            fleet, "profile-fetch", stopped["operation_id"], "--out", str(tmp_path / "files"), *edge
+        )
+        assert len(fetched["files"]) == 2
+        for file in fetched["files"]:
+            assert hashlib.sha256(Path(file["file"]).read_bytes()).hexdigest() == file["sha256"]
