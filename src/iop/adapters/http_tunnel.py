@@ -50,6 +50,10 @@ _CODES: Final = {
 }
 
 
+def _nothing() -> None:
+    """All was told."""
+
+
 class Requester(Protocol):
     """Sends a request; `HttpUpstream.request` of the adapter that uses this."""
 
@@ -112,7 +116,8 @@ class HttpTunnel:
         """The engine's connection is free or gone."""
         self._exchange = None
         self._forget_body()
-        self._on_done()
+        on_done, self._on_done = self._on_done, _nothing  # it may know this tunnel
+        on_done()
 
     def _forget_body(self) -> None:
         """Empty the request's body in place: the engine has it, and the objects of a stream lie in reference

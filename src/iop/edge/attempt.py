@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from iop.edge.calls import RunCall, ServedTarget, TunnelCall
 from iop.edge.pools import Lease, Verdict
@@ -50,6 +50,29 @@ class AttemptOwner(Protocol):
         ...
 
 
+class _Nobody:
+    """Owner of an attempt that its Node is done with."""
+
+    def attempt_started(self, attempt: Attempt) -> None:
+        """Too late to matter."""
+
+    def version_told(self, version: str) -> None:
+        """Too late to matter."""
+
+    def attempt_observed(self, usage: Usage) -> None:
+        """Too late to matter."""
+
+    def attempt_ended(self, attempt: Attempt, error: StreamError | None, tell: Callable[[], None]) -> None:
+        """It has ended before."""
+
+
+_NOBODY: Final = _Nobody()
+
+
+def _ignore(_data: bytes) -> None:
+    """The stream is over: nothing is owed for it."""
+
+
 class Attempt:
     """One attempt; implements ``TunnelSink`` and ``RunSink`` for its connection.
 
@@ -81,7 +104,7 @@ class Attempt:
     def __init__(
         self, owner: AttemptOwner, lease: Lease, target: ServedTarget, call: TunnelCall | RunCall
     ) -> None:
-        self._owner = owner
+        self._owner: AttemptOwner = owner
         self.lease = lease
         self.target = target
         self.is_started = False
@@ -121,6 +144,12 @@ class Attempt:
         self._go_quiet()
         if self.stream is not None:
             self.stream.detach()
+
+    def let_go(self) -> None:
+        """The Node is done with it: forget request and stream, which know it, so that all die without a search."""
+        self._owner = _NOBODY
+        self.stream = None
+        self.on_body = _ignore
 
     def tell_error(self, error: StreamError) -> None:
         """Give the sink an end that the Edge decided."""

@@ -244,6 +244,7 @@ class Dispatcher:
             if entry is not None:
                 handle, attempt = entry
                 handle.lose(attempt)
+                attempt.let_go()
         self.apply(settlements)
         self._tell_idle()
 
@@ -436,6 +437,7 @@ class Dispatcher:
         """The Node is done with an attempt: its lease returns, once."""
         self._live.pop(attempt.lease.id, None)
         self._forget_confirm(attempt.lease.id)
+        attempt.let_go()
         settled = self.pools.release(attempt.lease, verdict, now=self._loop.time())
         if settled:
             self.apply(settled)

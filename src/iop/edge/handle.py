@@ -53,6 +53,10 @@ _WORDS: Final = {
 }
 
 
+def _unprepared(_target: ServedTarget) -> Call:
+    raise LocalProtocolError("a settled request makes no attempt")
+
+
 class Shell(Protocol):
     """What a request asks of the dispatcher that carries it."""
 
@@ -455,6 +459,7 @@ class DispatchHandle:
 
     def _settle(self, outcome: Outcome, reason: str) -> None:
         self.phase = Phase.SETTLED
+        self._prepare = _unprepared  # what it holds of its caller may hold this handle
         self._disarm()
         self._frozen_at = None
         if self.attempt is not None:

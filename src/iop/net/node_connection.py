@@ -123,11 +123,17 @@ class InboundTunnelHandle(InboundStream):
         """Send END."""
         self._connection.session.end(self._stream)
         self._connection.mark()
+        self._let_go()
 
     def fail(self, error: StreamError) -> None:
         """Send ERROR."""
         self._connection.session.fail(self._stream, error)
         self._connection.mark()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Nobody calls an ended tunnel off: forget who listened, who knows this, so that both die without a search."""
+        self._on_cancel = self._on_writable = None
 
 
 class InboundRunHandle(InboundStream):
@@ -236,8 +242,8 @@ class NodeWire(Connection[NodeSession]):
                 events.RegisterAnswered: self._on_register_answer,
                 events.ReadyAnswered: lambda event: handler.on_ready_ack(self, event.ack),
                 events.StreamOpened: self._on_stream,
-                events.StreamCancelled: lambda event: event.stream.owner.tell_cancelled(event.reason),
-                events.StreamWritable: lambda event: event.stream.owner.tell_writable(),
+                events.StreamCancelled: self._on_cancelled,
+                events.StreamWritable: self._on_writable,
                 events.SessionTerminated: lambda event: handler.on_terminate_session(event.session_id),
                 events.CommandReceived: lambda event: handler.on_command(InboundCommandHandle(self, event)),
                 events.RefreshReceived: lambda event: handler.on_refresh(InboundRefreshHandle(self, event)),
@@ -290,6 +296,14 @@ class NodeWire(Connection[NodeSession]):
                 self._handler.on_artifact(cast("ArtifactRequest", stream.request), tunnel)
             else:
                 self._handler.on_tunnel(tunnel)
+
+    def _on_cancelled(self, event: events.StreamCancelled) -> None:
+        if event.stream.owner is not None:
+            event.stream.owner.tell_cancelled(event.reason)
+
+    def _on_writable(self, event: events.StreamWritable) -> None:
+        if event.stream.owner is not None:
+            event.stream.owner.tell_writable()
 
     def _tell_closed(self, reason: CloseReason) -> None:
         self._handler.on_closed(reason)

@@ -341,6 +341,7 @@ class Exchange:
             return
         self.is_gone = True
         self._head = None
+        self.trailers = None
         self.release_body()
         callback, self._on_gone = self._on_gone, None
         self._on_writable = self._on_deadline = None
@@ -368,6 +369,7 @@ class Exchange:
 
     def _finish(self, *, cut: bool) -> None:
         self._send_head()
+        self.trailers = None
         self.release_body()
         self._on_gone = self._on_writable = self._on_deadline = None
         self._tell_done()

@@ -8,6 +8,7 @@ line without a blank one, which some parsers would take for the end of an empty 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from iop.api.http.exchange import Exchange
@@ -25,12 +26,11 @@ def beat_while_frozen(exchange: Exchange, is_frozen: Callable[[], bool]) -> None
 
     Call it for event streams only, and only where every write ends at the end of an event, in clear.
     """
-    if exchange.is_ended or exchange.is_gone:
-        return
+    if not (exchange.is_ended or exchange.is_gone):
+        exchange.after(BEAT_S, partial(_beat, exchange, is_frozen))
 
-    def beat() -> None:
-        if is_frozen() and exchange.is_writable:
-            exchange.write(COMMENT)
-        exchange.after(BEAT_S, beat)
 
-    exchange.after(BEAT_S, beat)
+def _beat(exchange: Exchange, is_frozen: Callable[[], bool]) -> None:
+    if is_frozen() and exchange.is_writable:
+        exchange.write(COMMENT)
+    beat_while_frozen(exchange, is_frozen)

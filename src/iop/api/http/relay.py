@@ -179,7 +179,7 @@ class Relay:
 
     def on_body(self, data: bytes) -> None:
         """Pass bytes on."""
-        exchange = self._exchange
+        exchange, handle = self._exchange, self._handle
         size = len(data)
         if not exchange.is_ended:
             if self._mode is _Mode.EVENTS:
@@ -187,8 +187,8 @@ class Relay:
             else:
                 self._relay_plain(data)
         if exchange.is_writable or exchange.is_ended:
-            if self._handle is not None:
-                self._handle.consumed(size)
+            if handle is not None:
+                handle.consumed(size)
         else:
             self._owed += size
 
@@ -346,8 +346,7 @@ class Relay:
             self._exchange.cut()
         else:
             self._fail(self._exchange, error)
-        if self._handle is not None:
-            self._handle.cancel(CancelReason.CLIENT_GONE)
+        self._call_off()
 
     def _refuse_coding(self) -> None:
         self._fail(
@@ -357,8 +356,13 @@ class Relay:
                 reason="unsupported_encoding",
             ),
         )
-        if self._handle is not None:
-            self._handle.cancel(CancelReason.CLIENT_GONE)
+        self._call_off()
+
+    def _call_off(self) -> None:
+        """Nothing more of the provider's is wanted, and after this nothing comes."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.cancel(CancelReason.CLIENT_GONE)
 
     def _note_truncated(self) -> None:
         if self._handle is not None:
@@ -371,8 +375,7 @@ class Relay:
     # ---- the caller ----
 
     def _on_gone(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel(CancelReason.CLIENT_GONE)
+        self._call_off()
 
     def _on_writable(self) -> None:
         owed, self._owed = self._owed, 0

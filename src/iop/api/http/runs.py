@@ -339,8 +339,9 @@ class RunRelay:
     # ---- the caller ----
 
     def _on_gone(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel(CancelReason.CLIENT_GONE)
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.cancel(CancelReason.CLIENT_GONE)
 
     def _on_writable(self) -> None:
         owed, self._owed = self._owed, 0
