@@ -116,6 +116,47 @@ async def test_seven_ways_to_end_a_stream(tail: list[bytes], outcome: Outcome) -
         assert b"rubbish" not in await ask(fleet)
 
 
+ABORT = b'data: {"choices":[{"index":0,"delta":{"content":"c"},"finish_reason":"abort"}]}\n\n'
+
+
+@pytest.mark.clause("SF-06", "SF-14", "EN-112")
+async def test_a_stream_that_its_engine_gave_up_ends_as_an_error_and_counts_as_truncated() -> None:
+    start = [*sse_events(["one"], finish=None, is_done=False), ABORT]
+
+    async def script(call: StubCall) -> None:
+        await call.start_events()
+        await call.chunk(*start, DONE)
+        await call.end_chunks()
+
+    async with fleet_of() as fleet:
+        fleet.stub.script = script
+        answer = await ask(fleet, STREAM, b"x-request-id: given-up")
+        assert answer.startswith(b"".join(start))
+        assert b"[DONE]" not in answer
+        error = json.loads(answer.removeprefix(b"".join(start)).removeprefix(b"data: "))["error"]
+        assert error["code"] == "upstream_truncated"
+        await fleet.settled()
+        assert fleet.outcome("given-up") is Outcome.UPSTREAM_TRUNCATED
+
+
+@pytest.mark.clause("SF-03", "SF-14", "EN-112")
+async def test_a_whole_answer_that_its_engine_gave_up_passes_as_it_is_and_counts_as_truncated() -> None:
+    body = b'{"choices":[{"index":0,"message":{"content":"c"},"finish_reason":"abort"}]}'
+
+    async def script(call: StubCall) -> None:
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        await call.write(head % len(body), body)
+
+    async with fleet_of() as fleet:
+        fleet.stub.script = script
+        caller = await fleet.call()
+        await caller.send(post(PLAIN, b"x-request-id: given-up"))
+        await caller.read_until(b"\r\n\r\n")
+        assert await caller.reader.readexactly(len(body)) == body
+        await fleet.settled()
+        assert fleet.outcome("given-up") is Outcome.UPSTREAM_TRUNCATED
+
+
 async def StubEngineDefault(call: StubCall) -> None:  # noqa: N802 - stands for the stub's own script
     await call.start_events()
     await call.chunk(*sse_events(["next"]))

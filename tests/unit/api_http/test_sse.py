@@ -137,3 +137,33 @@ def test_ways_to_end_a_responses_stream() -> None:
 def test_event_data_joins_lines() -> None:
     assert event_data(b"event: x\ndata: a\ndata:b\r\ndata:  c\n\n") == b"a\nb\n c"
     assert event_data(b": comment\n\n") is None
+
+
+ABORT = b'data: {"choices":[{"index":0,"delta":{"content":"c"},"finish_reason":"abort"}]}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\n'
+
+
+@pytest.mark.clause("SF-06", "SF-14", "EN-112")
+def test_an_answer_that_its_engine_gave_up_is_no_success_and_its_success_marker_is_dropped() -> None:
+    data = A + ABORT + USAGE + DONE
+    out, ending, watcher = watch(data)
+    assert out == A + ABORT + USAGE
+    assert ending is SseEnding.CUT
+    assert watcher.usage == {"completion_tokens": 3}
+    byte_by_byte = watch(*(data[i : i + 1] for i in range(len(data))))
+    assert byte_by_byte[:2] == (out, ending)
+    assert watch(A + ABORT)[1] is SseEnding.CUT
+    assert watch(A + STOP_1 + ABORT + DONE, choices=2)[:2] == (A + STOP_1 + ABORT, SseEnding.CUT)
+    crlf = watch(data.replace(b"\n", b"\r\n"))
+    assert crlf[:2] == (out.replace(b"\n", b"\r\n"), SseEnding.CUT)
+
+
+@pytest.mark.clause("SF-06", "SF-14")
+def test_a_message_that_stops_for_no_reason_was_given_up() -> None:
+    delta = b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":%b}}\n\n'
+    stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    given_up = delta % b"null"
+    assert watch(given_up + stop, dialect=Dialect.MESSAGES)[:2] == (given_up, SseEnding.CUT)
+    whole = delta % b"null" + delta % b'"end_turn"' + stop
+    assert watch(whole, dialect=Dialect.MESSAGES)[:2] == (whole, SseEnding.TERMINATED)
+    assert watch(stop, dialect=Dialect.MESSAGES)[:2] == (stop, SseEnding.TERMINATED)

@@ -23,7 +23,7 @@ from iop.api.http.pulse import beat_while_frozen
 from iop.api.http.rename import rename_event_models, rename_model
 from iop.api.http.splice import JsonWatch
 from iop.api.http.sse import SseEnding, SseWatcher
-from iop.api.http.usage import BODY_BYTES_MAX, usage_of, usage_of_body
+from iop.api.http.usage import BODY_BYTES_MAX, usage_of, usage_of_body, was_given_up
 from iop.core.errors import IopError, Unavailable
 from iop.edge.dispatch import DispatchHandle
 from iop.wire.messages import BodyFraming, CancelReason, Header, StreamError, Usage
@@ -321,6 +321,8 @@ class Relay:
             usage = usage_of_body(whole)
             if usage is not None:
                 self._handle.note_usage(usage)
+            if was_given_up(whole):
+                self._note_truncated()
         if self._withheld is not None and self._shown_model is not None:
             status, headers = self._withheld
             exchange.start(

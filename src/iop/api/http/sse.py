@@ -18,7 +18,7 @@ import orjson
 
 from iop.api.http.errors import Dialect
 
-__all__ = ["SseEnding", "SseWatcher", "event_data"]
+__all__ = ["ABORTED", "SseEnding", "SseWatcher", "event_data"]
 
 _BLANK_LINE: Final = re.compile(rb"\n\r?\n")
 _LINE_END: Final = re.compile(rb"\r?\n")
@@ -29,7 +29,7 @@ _DONE: Final = re.compile(rb"\[DONE\]")
 _FINISH: Final = re.compile(rb'"finish_reason"\s*:\s*"')
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*\{')
 _ERROR: Final = re.compile(rb'"error"')
-_STOP_REASON: Final = re.compile(rb'"stop_reason"\s*:\s*"')
+_STOP_REASON: Final = re.compile(rb'"stop_reason"\s*:\s*["n]')
 _STOP: Final = re.compile(rb'"message_stop"')
 _TERMINAL: Final = re.compile(rb'"response\.(?:completed|incomplete|failed)"')
 
@@ -40,6 +40,9 @@ _PATTERNS: Final[Mapping[Dialect, tuple[re.Pattern[bytes], ...]]] = {
     Dialect.RESPONSES: (_DONE, _TERMINAL, _ERROR),
     Dialect.PLAIN: (),
 }
+ABORTED: Final = "abort"
+"""Finish reason of a request that its engine gave up: outside every dialect's set, and no success (SF-14)."""
+
 _TERMINAL_RESPONSES: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 
 
@@ -49,7 +52,7 @@ class SseEnding(Enum):
 
     TERMINATED: the terminator was there. FINISHED: every choice gave its finish reason and the terminator
     is missing.
-    FAILED: the provider told of an error itself. CUT: none of these.
+    FAILED: the provider told of an error itself. CUT: none of these, or the provider says that it gave a choice up.
     """
 
     TERMINATED = "terminated"
@@ -71,6 +74,7 @@ class SseWatcher:
         usage: the last usage object seen, as the provider wrote it; never summed.
         is_too_large: an event exceeded its limit; nothing is given out any more.
         is_terminated: the terminator has been given out; whatever follows is dropped.
+        is_aborted: the terminator came behind an answer that its engine gave up; it and what follows is dropped.
         newline: how this stream ends its lines.
     """
 
@@ -80,12 +84,14 @@ class SseWatcher:
         "_event_bytes_max",
         "_finished",
         "_has_failed",
+        "_has_given_up",
         "_held",
         "_held_bytes",
         "_is_begun",
         "_may_hold_sign",
         "_overlap",
         "_patterns",
+        "is_aborted",
         "is_terminated",
         "is_too_large",
         "newline",
@@ -100,18 +106,20 @@ class SseWatcher:
         self._event_bytes_max = event_bytes_max
         self._finished: set[int] = set()
         self._has_failed = False
+        self._has_given_up = False
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._overlap = b""
         self._is_begun = False
         self.usage: dict[str, Any] | None = None
         self.is_terminated = False
+        self.is_aborted = False
         self.is_too_large = False
         self.newline = b"\n"
 
     def feed(self, data: bytes) -> bytes:
         """Take provider bytes; returns those that may go to the caller now."""
-        if self.is_terminated or self.is_too_large:
+        if self.is_terminated or self.is_too_large or self.is_aborted:
             return b""
         if self._held:
             # The blank line may straddle the border; what was held is joined only once an end has come.
@@ -158,7 +166,7 @@ class SseWatcher:
             return SseEnding.TERMINATED, b""
         if self._has_failed:
             return SseEnding.FAILED, b""
-        if not self.is_too_large and len(self._finished) >= self._choices:
+        if not self.is_too_large and not self._has_given_up and len(self._finished) >= self._choices:
             return SseEnding.FINISHED, self._terminator()
         return SseEnding.CUT, b""
 
@@ -182,12 +190,16 @@ class SseWatcher:
         for sign in signs:
             if sign < end:
                 continue  # in the event just judged
-            blank = max(ready.rfind(b"\n\n", end, sign), ready.rfind(b"\n\r\n", end, sign))
-            start = end if blank < 0 else blank
+            start = end
+            for blank in (b"\n\n", b"\n\r\n"):
+                if (found := ready.rfind(blank, end, sign)) >= 0:
+                    start = max(start, found + len(blank))
             after = _BLANK_LINE.search(ready, sign)
             end = len(ready) if after is None else after.end()
             if self._judge(ready[start:end]):
                 return ready[:end]
+            if self.is_aborted:
+                return ready[:start]
         return ready
 
     def _judge(self, event: bytes) -> bool:
@@ -196,7 +208,8 @@ class SseWatcher:
         if data is None:
             return False
         if data.strip() == b"[DONE]":
-            self.is_terminated = self._dialect is not Dialect.MESSAGES
+            if self._dialect is not Dialect.MESSAGES:
+                self._terminate()
             return self.is_terminated
         try:
             value = orjson.loads(data)
@@ -211,6 +224,11 @@ class SseWatcher:
                 self._judge_chat(value)
         return self.is_terminated
 
+    def _terminate(self) -> None:
+        """The provider's terminator: a success marker, and so not for an answer that was given up."""
+        self.is_terminated = not self._has_given_up
+        self.is_aborted = self._has_given_up
+
     def _judge_chat(self, value: dict[str, Any]) -> None:
         if isinstance(value.get("usage"), dict):
             self.usage = value["usage"]
@@ -218,14 +236,15 @@ class SseWatcher:
             self._has_failed = True
         choices = value.get("choices")
         for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, dict) and isinstance(choice.get("finish_reason"), str):
+            if isinstance(choice, dict) and isinstance(reason := choice.get("finish_reason"), str):
+                self._has_given_up = self._has_given_up or reason == ABORTED
                 index = choice.get("index")
                 self._finished.add(index if isinstance(index, int) else 0)
 
     def _judge_message(self, value: dict[str, Any]) -> None:
         kind = value.get("type")
         if kind == "message_stop":
-            self.is_terminated = True
+            self._terminate()
         elif kind == "error":
             self._has_failed = True
         elif kind == "message_start":
@@ -233,8 +252,11 @@ class SseWatcher:
             self._note_usage(message.get("usage") if isinstance(message, dict) else None)
         elif kind == "message_delta":
             delta = value.get("delta")
-            if isinstance(delta, dict) and isinstance(delta.get("stop_reason"), str):
-                self._finished.add(0)
+            if isinstance(delta, dict) and "stop_reason" in delta:
+                # An engine that gave up has no word for it here and says null.
+                self._has_given_up = delta["stop_reason"] is None
+                if not self._has_given_up:
+                    self._finished.add(0)
             self._note_usage(value.get("usage"))
 
     def _judge_response(self, value: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Token counts that providers report in their own words, as observations (EN-53)."""
+"""What whole answers say in their provider's words, as observations: token counts, and a giving up (EN-53)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any, Final
 
 import msgspec
 
+from iop.api.http.sse import ABORTED
 from iop.wire.messages import Usage
 
-__all__ = ["BODY_BYTES_MAX", "usage_of", "usage_of_body"]
+__all__ = ["BODY_BYTES_MAX", "usage_of", "usage_of_body", "was_given_up"]
 
 BODY_BYTES_MAX: Final = 256 * 1024
 """Largest JSON answer that is looked into for its usage; in larger ones it would cost more than it tells."""
@@ -31,6 +32,28 @@ def usage_of_body(body: bytes) -> Usage | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
         return None
     return usage_of(found) if found else None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Choices(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+_CHOICES_DECODER: Final = msgspec.json.Decoder(_Choices)
+
+
+def was_given_up(body: bytes) -> bool:
+    """Whether a whole answer says that its engine gave it up: it reaches the caller so, and is no success (SF-14)."""
+    if b'"abort"' not in body:
+        return False
+    try:
+        choices = _CHOICES_DECODER.decode(body).choices
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
+        return False
+    return any(choice.finish_reason == ABORTED for choice in choices)
 
 
 def usage_of(value: Mapping[str, Any]) -> Usage:

@@ -66,6 +66,7 @@ def test_the_parser_joins_data_lines_and_gives_comments_between_the_lines_of_an_
         ([], False),
         ([delta("stop"), b"data: [DONE]"], True),
         ([b"data: [DONE]"], True),
+        ([delta("abort"), b"data: [DONE]\n\n"], False),
     ],
 )
 def test_each_way_to_end_a_stream_is_told_as_what_it_is(ending: list[bytes], is_success: bool) -> None:

@@ -19,6 +19,7 @@ from iop.api.http.convert.events import (
     ToolArguments,
     ToolBegin,
 )
+from iop.api.http.sse import ABORTED
 
 __all__ = ["ChatReader", "MessagesReader", "Reader", "failure_of"]
 
@@ -73,7 +74,7 @@ class _Call:
 class ChatReader:
     """Reads chat completions. Only the first choice counts: no other dialect can ask for more."""
 
-    __slots__ = ("_by_index", "_calls", "_has_begun", "_id_base", "is_finished")
+    __slots__ = ("_by_index", "_calls", "_has_begun", "_has_given_up", "_id_base", "is_finished")
 
     def __init__(self, *, id_base: str) -> None:
         """``id_base`` makes ids for calls that come without one."""
@@ -81,6 +82,7 @@ class ChatReader:
         self._by_index: dict[int, _Call] = {}
         self._calls = 0
         self._has_begun = False
+        self._has_given_up = False
         self.is_finished = False
 
     def feed(self, value: Mapping[str, Any]) -> list[Event]:
@@ -105,7 +107,7 @@ class ChatReader:
 
     def terminate(self) -> None:
         """``[DONE]``: the provider says that this was all."""
-        self.is_finished = True
+        self.is_finished = not self._has_given_up
 
     def end(self) -> list[Event]:
         """Calls that never got a name: empty ones were none, others are told as they are."""
@@ -131,7 +133,9 @@ class ChatReader:
                 if isinstance(part, dict):
                     self._call(part, number, events)
         reason = choice.get("finish_reason")
-        if isinstance(reason, str):
+        if reason == ABORTED:
+            self._has_given_up = True  # what follows is no success, and neither is its end (SF-14)
+        elif isinstance(reason, str):
             self.is_finished = True
             sequence = choice.get("stop_reason")  # as some engines name the stop text that was met
             if reason == "stop" and isinstance(sequence, str):
@@ -185,11 +189,12 @@ _MESSAGE_STOPS: Final = {
 class MessagesReader:
     """Reads Anthropic messages. Blocks that chats have no word for (signatures, server tools) are left out."""
 
-    __slots__ = ("_inputs", "_usage", "is_finished")
+    __slots__ = ("_has_given_up", "_inputs", "_usage", "is_finished")
 
     def __init__(self) -> None:
         self._inputs: dict[int, str] = {}
         self._usage: dict[str, Any] = {}
+        self._has_given_up = False
         self.is_finished = False
 
     def feed(self, value: Mapping[str, Any]) -> list[Event]:
@@ -207,9 +212,11 @@ class MessagesReader:
                 return self._input(as_int(value.get("index")))
             case "message_delta":
                 self._count(value)
-                return self._stop(as_dict(value.get("delta")))
+                delta = as_dict(value.get("delta"))
+                self._has_given_up = "stop_reason" in delta and delta["stop_reason"] is None
+                return self._stop(delta)
             case "message_stop":
-                self.is_finished = True
+                self.is_finished = not self._has_given_up
                 return []
             case "error":
                 return [failure_of(value)]
