@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from iop.admin import settle
 from iop.admin.crew import GroupReport
-from iop.admin.enums import AdminErrorCode, AdminOperationState
+from iop.admin.enums import AdminErrorCode, AdminOperationKind, AdminOperationState
 from iop.admin.journal import Advance, Snapshot
 from iop.admin.ledger import EndedElsewhereError, ExecutorPorts, ExecutorTiming, Ledger
-from iop.admin.reconcile import divergence
+from iop.admin.reconcile import divergence, is_restarted
 from iop.admin.records import GroupMembers, OperationRecord, Phase, StepRecord
 from iop.admin.recovery import Direction, plan_recovery
 from iop.admin.results import AdminError, OperationProgress, ParticipantUpdate
@@ -229,12 +229,23 @@ class Executor:
         )
         seen = await self._ledger.read_groups(suspects)
         infos = {p.participant_id: p for p in self._ports.driver.participants()}
-        return frozenset(
-            g.group_id
-            for g in suspects
-            if all(p in infos for p in g.participant_ids)
-            and not divergence(desired, [infos[p] for p in g.participant_ids], seen)
-        )
+        until = self._ports.clock.monotonic() + self._ports.timing.rollback_timeout_s
+        consistent = set()
+        for group in suspects:
+            if not all(p in infos for p in group.participant_ids):
+                continue
+            why = divergence(desired, [infos[p] for p in group.participant_ids], seen)
+            told = {p: seen[p] for p in group.participant_ids if p in seen and seen[p].reachable}
+            is_successor = len(told) == len(group.participant_ids) and is_restarted(
+                snapshot.desired.quarantines[group.group_id], told
+            )
+            if why and is_successor and self._ledger.record.spec.kind is not AdminOperationKind.RESUME:
+                # The operation came before the reconciliation of an engine that restarted; what that lacks yet was no
+                # part of what the operation had to do.
+                why = await self._rollback.bring_to(desired, group, seen, until=until)
+            if not why:
+                consistent.add(group.group_id)
+        return frozenset(consistent)
 
     async def _run_phase(self, index: int) -> AdminError | None:
         phase = self._ledger.record.spec.phases[index]

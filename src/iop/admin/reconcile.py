@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from iop.admin.desired import Desired, WeightRecord, covering_pauses, released_kinds
+from iop.admin.desired import Desired, QuarantineRecord, WeightRecord, covering_pauses, released_kinds
 from iop.admin.enums import AdmissionPolicy, PauseMode, ResourceKind, WeightRetention
 from iop.admin.goals import Goal
 from iop.admin.intent import rereadable
@@ -31,7 +31,7 @@ from iop.admin.steps import (
 )
 from iop.core.ids import ParticipantId
 
-__all__ = ["Remedy", "RemedyStep", "divergence", "remedy_for"]
+__all__ = ["Remedy", "RemedyStep", "divergence", "is_restarted", "remedy_for"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +149,11 @@ def remedy_for(
     if not pauses and (has_inner_change or was_woken):
         steps.append(RemedyStep(body=ResumeStep(), goal=Goal.RUNNING))
     return Remedy(steps=tuple(steps), incurable="" if steps else difference)
+
+
+def is_restarted(quarantine: QuarantineRecord, seen: Mapping[ParticipantId, ParticipantReadBack]) -> bool:
+    """Whether every engine process is another one than when the group was quarantined (AD-31)."""
+    return all(s.instance and quarantine.instances.get(p, s.instance) != s.instance for p, s in seen.items())
 
 
 _REMEDY_PAUSE = PauseSpec(mode=PauseMode.ABORT, admission=AdmissionPolicy.QUEUE)

@@ -28,7 +28,7 @@ from iop.admin.journal import Journal, Snapshot
 from iop.admin.overrides import following_file, returned, stale_values
 from iop.admin.participant import ParticipantDriver
 from iop.admin.profile import ParticipantInfo
-from iop.admin.reconcile import Remedy, RemedyStep, remedy_for
+from iop.admin.reconcile import Remedy, RemedyStep, is_restarted, remedy_for
 from iop.admin.steps import (
     CommitWeightsStep,
     ParticipantReadBack,
@@ -279,7 +279,7 @@ class Reconciler:
             if _is_busy(snapshot, group) or is_moved or group in self._remedies:
                 return None
             quarantine = snapshot.desired.quarantines.get(group)
-            if quarantine is not None and not _is_restarted(quarantine, seen):
+            if quarantine is not None and not is_restarted(quarantine, seen):
                 found.append(Remedy())
                 return _with_instances(snapshot.desired, quarantine, seen)
             remedy = remedy_for(snapshot.desired, members, seen)
@@ -492,7 +492,7 @@ class Reconciler:
         ids = [p.participant_id for p in members]
         snapshot = await self._journal.snapshot()
         quarantine = snapshot.desired.quarantines.get(group)
-        if quarantine is None or not _is_restarted(quarantine, seen):
+        if quarantine is None or not is_restarted(quarantine, seen):
             return False
         after = await read_back_all(self._driver, ids, timeout_s=self._timing.crew.read_back_timeout_s)
 
@@ -546,8 +546,3 @@ def _with_instances(
     return dataclasses.replace(
         desired, quarantines=with_item(desired.quarantines, quarantine.group_id, noted)
     )
-
-
-def _is_restarted(quarantine: QuarantineRecord, seen: Mapping[ParticipantId, ParticipantReadBack]) -> bool:
-    """Whether every engine process is another one than when the group was quarantined."""
-    return all(s.instance and quarantine.instances.get(p, s.instance) != s.instance for p, s in seen.items())

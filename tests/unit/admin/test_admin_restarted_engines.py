@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from admin_requests import flush, pause, release, restore, update
+from admin_requests import flush, pause, reconfigure, release, restore, update
 
-from iop.admin.enums import ResourceKind
+from iop.admin.enums import ReconfigurableField, ResourceKind
 from iop.admin.requests import MutationRequest
 from iop.admin.results import OperationCompleted, OperationFailed
 from iop.admin.steps import ParticipantReadBack
@@ -158,5 +158,27 @@ def test_the_published_version_may_be_put_again_on_whoever_is_quarantined() -> N
             assert world.store.desired.quarantines == {}
             with pytest.raises(PreconditionFailed, match="weight version already"):
                 await world.run(update("v1", "once more"))
+
+    run_world(scenario)
+
+
+@pytest.mark.clause("AD-31", "AD-35", "AD-47")
+def test_an_operation_ends_the_quarantine_of_an_engine_that_restarted_unseen() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            await world.run(reconfigure(4))
+            world.fleet.arm(FaultKind.ERROR, "a/0", once=False)
+            await world.run(pause())
+            assert set(world.store.desired.quarantines) == {"a"}
+            world.fleet.faults.clear()
+            before = world.fleet.participants()
+            world.fleet.participants = lambda: before  # type: ignore[method-assign]
+            for rank in world.fleet.members("a"):
+                rank.restart()
+            assert isinstance((await world.run(pause("again")))[-1].event, OperationCompleted)
+            assert world.store.desired.quarantines == {}
+            capacities = {r.serving[ReconfigurableField.CAPACITY] for r in world.fleet.ranks.values()}
+            assert capacities == {4}
+            assert {r.paused for r in world.fleet.ranks.values()} == {True}
 
     run_world(scenario)
