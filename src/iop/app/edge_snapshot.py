@@ -138,6 +138,7 @@ def _model(model: Model, now_unix_s: int) -> ModelSpec:
         ),
         response_model=model.response_model,
         conversion_drops=frozenset(model.conversion_drops),
+        rewrites=frozenset(model.rewrites),
         created_unix_s=now_unix_s,
     )
 

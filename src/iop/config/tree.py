@@ -431,6 +431,9 @@ class Model:
             "request fields let go where a provider speaks another dialect and cannot say them (SF-10)"
         ),
     )
+    rewrites: tuple[Literal["merge_system", "reasoning_names", "include_usage"], ...] = field(
+        default=(), metadata=_doc("what is changed of its chats and streams, by rules (SF-15)")
+    )
     providers: tuple[ModelProvider, ...] = field(metadata=_doc("candidates, at least one"))
 
 

@@ -103,6 +103,7 @@ class ServedTarget(Struct, frozen=True, kw_only=True):
         adapter_type: e.g. ``openai_compat``, ``ollama``, ``cli``.
         operations: named operations of its profile (EN-51); empty for providers that take runs.
         response_model: ``provider`` or ``alias`` (SF-15).
+        rewrites: names of the model's opt-in rules (SF-15).
         workspace: working directory of workspace-bound routes, from the config (EN-42, SF-16).
     """
 
@@ -113,6 +114,7 @@ class ServedTarget(Struct, frozen=True, kw_only=True):
     adapter_type: str
     operations: frozenset[str] = frozenset()
     response_model: str = "provider"
+    rewrites: frozenset[str] = frozenset()
     workspace: str = ""
 
 

@@ -97,7 +97,8 @@ class QueueSpec:
 class ModelSpec:
     """One public model: a pool of providers and a queue.
 
-    ``conversion_drops`` names request fields that may be let go where a provider speaks another dialect (SF-10).
+    ``conversion_drops`` names request fields that may be let go where a provider speaks another dialect (SF-10),
+    ``rewrites`` what is changed of chats and streams (SF-15).
     """
 
     id: ModelId
@@ -108,6 +109,7 @@ class ModelSpec:
     response_model: str = "provider"
     created_unix_s: int = 0
     conversion_drops: frozenset[str] = frozenset()
+    rewrites: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from iop.api.http.rewrite import RULES
 from iop.app.edge_snapshot import snapshot_of
 from iop.app.sources import OsSecrets
 from iop.config import EdgeConfig, Sources, load_edge
@@ -53,6 +54,18 @@ def test_the_snapshot_says_what_the_config_says() -> None:
         (key("a"), "real", 2),
         (key("openengine"), "other", 1),
     ]
+
+
+@pytest.mark.clause("SF-15")
+def test_a_models_rules_are_off_unless_named_and_an_unknown_one_is_refused() -> None:
+    plain = snapshot_of(config(), revision=1, now_unix_s=9).models[ModelId("m")]
+    assert plain.rewrites == frozenset()
+    ruled = TEXT.replace("aliases: [mm]", "rewrites: [merge_system, reasoning_names, include_usage]")
+    assert snapshot_of(config(ruled), revision=1, now_unix_s=9).models[ModelId("m")].rewrites == frozenset(
+        RULES
+    )
+    with pytest.raises(InvalidRequest, match="rewrites"):
+        config(ruled.replace("merge_system", "merge_everything"))
 
 
 @pytest.mark.clause("EN-60")

@@ -34,6 +34,7 @@ from iop.api.http.metrics import SurfaceFigures
 from iop.api.http.models import list_models, model_entry
 from iop.api.http.openapi import DESCRIPTION_PATH, describe
 from iop.api.http.relay import CountRelay, Relay
+from iop.api.http.rewrite import REASONING_NAMES, answer_rewrite, rewritten_parts
 from iop.api.http.routing import Routes
 from iop.api.http.runs import RunRelay
 from iop.api.http.splice import RequestFields, read_fields
@@ -333,7 +334,7 @@ class EdgeHttp:
             call = _tunnel_call(exchange, operation, visit, target)
         elif operation.dialect in (Dialect.CHAT, Dialect.COMPLETIONS):
             visit.relay = self._run_relay(exchange, operation, visit, target)
-            call = _run_call(exchange, visit, target)
+            call = _run_call(exchange, operation, visit, target)
         else:
             raise Unsupported(
                 "The providers of this model serve chats and completions only.",
@@ -361,6 +362,7 @@ class EdgeHttp:
             fields,
             model=target.target,
             allowed=frozenset() if model is None else model.conversion_drops,
+            rewrites=target.rewrites,
         )
         exchange.hold_made(plan.made_bytes)
         conversion = Conversion(
@@ -371,6 +373,7 @@ class EdgeHttp:
                 created=self._clock.unix_nanos() // 1_000_000_000,
                 shown_model=shown,
                 fallback_model=target.target,
+                has_both_names=REASONING_NAMES in target.rewrites,
             ),
             caller_dialect=operation.dialect,
             bytes_max=self._limits.sse_event_bytes,
@@ -395,7 +398,13 @@ class EdgeHttp:
             dialect=operation.dialect,
             choices=_choices(operation, fields),
             event_bytes_max=self._limits.sse_event_bytes,
-            shown_model=visit.model if target.response_model == "alias" else None,
+            rewrite=None
+            if target.response_model == "provider" and not target.rewrites
+            else answer_rewrite(
+                visit.model if target.response_model == "alias" else None,
+                target.rewrites,
+                is_chat=operation.dialect is Dialect.CHAT,
+            ),
             begin=self._begin_answer,
             fail=self.on_error,
         )
@@ -414,6 +423,7 @@ class EdgeHttp:
             is_stream=fields.is_stream,
             has_usage=fields.is_stream and options is not None and _wants_usage(options),
             has_tools="tools" in fields.raw,
+            has_both_names=REASONING_NAMES in target.rewrites,
             bytes_max=self._limits.sse_event_bytes,
             begin=self._begin_answer,
             fail=self.on_error,
@@ -518,18 +528,25 @@ def _tunnel_call(
         method="POST",
         path=path,
         headers=request_headers(head, request_id=visit.request_id, is_stream=fields.is_stream),
-        body=fields.with_model(target.target),
+        body=_body_parts(operation, fields, target),
         stream=fields.is_stream,
         sink=visit.relay,
         session_id=visit.session,
     )
 
 
-def _run_call(exchange: Exchange, visit: _Visit, target: ServedTarget) -> RunCall:
+def _body_parts(operation: _Operation, fields: RequestFields, target: ServedTarget) -> Sequence[bytes]:
+    if not target.rewrites or operation.dialect not in (Dialect.CHAT, Dialect.COMPLETIONS):
+        return fields.with_model(target.target)
+    is_chat = operation.dialect is Dialect.CHAT
+    return rewritten_parts(fields, target.target, target.rewrites, is_chat=is_chat)
+
+
+def _run_call(exchange: Exchange, operation: _Operation, visit: _Visit, target: ServedTarget) -> RunCall:
     fields = visit.fields
     trace = trace_of(exchange.head)
     return RunCall(
-        input=b"".join(fields.with_model(target.target)),
+        input=b"".join(_body_parts(operation, fields, target)),
         sink=visit.relay,
         stream=fields.is_stream,
         session_id=visit.session,

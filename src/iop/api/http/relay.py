@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum, unique
 from typing import Any, Final
 
-import msgspec
 import orjson
 
 from iop.api.http.content_coding import DecodeError, Decoder, decoder_for
@@ -20,7 +19,7 @@ from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList
 from iop.api.http.headers import accepts_coding, provider_headers
 from iop.api.http.pulse import beat_while_frozen
-from iop.api.http.rename import rename_event_models, rename_model
+from iop.api.http.rewrite import Rewrite
 from iop.api.http.splice import JsonWatch
 from iop.api.http.sse import SseEnding, SseWatcher
 from iop.api.http.usage import BODY_BYTES_MAX, usage_of, usage_of_body, was_given_up
@@ -55,8 +54,7 @@ class Relay:
         dialect: in whose words an error inside a stream is told.
         choices: how many alternatives a stream must finish.
         event_bytes_max: most bytes of one event.
-        shown_model: the name that answers show instead of the provider's, where the model's rule says so
-            (SF-15).
+        rewrite: what the model's rules make of answer bytes; None: they pass as they are (SF-15).
         begin: called at the first byte with the status; returns headers of ours for this answer.
         fail: answers an error before the first byte.
     """
@@ -76,7 +74,7 @@ class Relay:
         "_mode",
         "_owed",
         "_remaining",
-        "_shown_model",
+        "_rewrite",
         "_shows_decoded",
         "_watcher",
         "_withheld",
@@ -89,7 +87,7 @@ class Relay:
         dialect: Dialect,
         choices: int,
         event_bytes_max: int,
-        shown_model: str | None,
+        rewrite: Rewrite | None = None,
         begin: Callable[[Exchange, DispatchHandle, int], HeaderList],
         fail: Callable[[Exchange, IopError], None],
     ) -> None:
@@ -97,7 +95,7 @@ class Relay:
         self._dialect = dialect
         self._choices = choices
         self._event_bytes_max = event_bytes_max
-        self._shown_model = None if shown_model is None else msgspec.json.encode(shown_model)
+        self._rewrite = rewrite
         self._withheld: tuple[int, HeaderList] | None = None
         self._begin = begin
         self._fail = fail
@@ -138,7 +136,7 @@ class Relay:
         is_events = kind.startswith(b"text/event-stream")
         if coding and coding != b"identity":
             self._decoder = decoder_for(coding)
-            is_readable = self._shown_model is None and accepts_coding(self._exchange.head, coding)
+            is_readable = self._rewrite is None and accepts_coding(self._exchange.head, coding)
             if not is_readable and self._decoder is None:
                 self._refuse_coding()
                 return
@@ -164,7 +162,7 @@ class Relay:
         if self._handle.version_begun != self._handle.weight_version:
             length = None  # a trailer has to tell of it, and only chunks can be followed by one (AD-33)
         out += self._begin(self._exchange, self._handle, status)
-        if self._shown_model is not None and self._mode is _Mode.PLAIN and b"json" in kind:
+        if self._rewrite is not None and self._mode is _Mode.PLAIN and b"json" in kind:
             self._withheld = (
                 status,
                 out,
@@ -235,8 +233,8 @@ class Relay:
             ready = watcher.feed(data)
         exchange = self._exchange
         if ready:
-            if self._shown_model is not None:
-                ready = rename_event_models(ready, self._shown_model)
+            if self._rewrite is not None:
+                ready = self._rewrite(ready, True)
             exchange.write(ready)
         if watcher.is_terminated:
             self._note_usage()
@@ -323,12 +321,12 @@ class Relay:
                 self._handle.note_usage(usage)
             if was_given_up(whole):
                 self._note_truncated()
-        if self._withheld is not None and self._shown_model is not None:
+        if self._withheld is not None and self._rewrite is not None:
             status, headers = self._withheld
             exchange.start(
-                status, headers, length=self._length_of(renamed := rename_model(whole, self._shown_model))
+                status, headers, length=self._length_of(shown := self._rewrite(whole, False))
             )
-            exchange.write(renamed)
+            exchange.write(shown)
             exchange.end()
         else:
             exchange.end()

@@ -62,6 +62,7 @@ class RunRelay:
         created: seconds since 1970.
         is_stream: whether events or one object are sent.
         has_usage: whether a stream ends with a usage event.
+        has_both_names: whether reasoning is said under both of its names (SF-15).
         has_tools: whether the caller offered tools: then text that begins like a call waits for the end.
         bytes_max: most text that a whole answer may gather.
         begin: called at the first byte with the status; returns headers of ours.
@@ -78,6 +79,7 @@ class RunRelay:
         "_exchange",
         "_fail",
         "_handle",
+        "_has_both_names",
         "_has_tools",
         "_has_usage",
         "_is_stream",
@@ -95,6 +97,7 @@ class RunRelay:
         is_stream: bool,
         has_usage: bool,
         has_tools: bool,
+        has_both_names: bool = False,
         bytes_max: int,
         begin: Callable[[Exchange, DispatchHandle, int], HeaderList],
         fail: Callable[[Exchange, IopError], None],
@@ -104,6 +107,7 @@ class RunRelay:
         self._is_stream = is_stream
         self._has_usage = has_usage
         self._has_tools = has_tools
+        self._has_both_names = has_both_names
         self._bytes_max = bytes_max
         self._begin = begin
         self._fail = fail
@@ -182,6 +186,8 @@ class RunRelay:
             delta["content"] = text
         if reasoning:
             delta["reasoning_content"] = reasoning
+            if self._has_both_names:
+                delta["reasoning"] = reasoning
         if delta:
             self._send(index, delta)
 
@@ -263,6 +269,8 @@ class RunRelay:
                 message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text}
                 if reasoning := "".join(choice.reasoning):
                     message["reasoning_content"] = reasoning
+                    if self._has_both_names:
+                        message["reasoning"] = reasoning
                 if calls:
                     message["tool_calls"] = calls
                 entry["message"] = message

@@ -396,6 +396,7 @@ class Pools:
             adapter_type=spec.type,
             operations=spec.profile_operations if spec.route is Route.TUNNEL else frozenset(),
             response_model="provider" if model is None else model.response_model,
+            rewrites=frozenset() if model is None else model.rewrites,
             workspace=spec.workspace,
         )
 

@@ -74,7 +74,6 @@ class Conversion:
             dialect=self._plan.dialect,
             choices=1,
             event_bytes_max=self._bytes_max,
-            shown_model=None,
             begin=self._begin_answer,
             fail=self._fail_answer,
         )
@@ -108,6 +107,7 @@ class Conversion:
             is_stream=plan.is_stream,
             has_usage=plan.is_stream,
             has_tools=plan.has_tools,
+            has_both_names=False,  # what is converted is read by one
             bytes_max=self._bytes_max,
             begin=self._begin_answer,
             fail=self._fail_answer,

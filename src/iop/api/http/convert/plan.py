@@ -21,6 +21,7 @@ from iop.api.http.convert.responses_to_chat import response_echo, responses_to_c
 from iop.api.http.convert.responses_writer import ResponsesWriter
 from iop.api.http.convert.writers import AnswerTerms, ChatWriter, Writer
 from iop.api.http.errors import Dialect
+from iop.api.http.rewrite import rewrite_chat
 from iop.api.http.splice import RequestFields
 from iop.core.errors import InvalidRequest
 from iop.edge.calls import CONVERSIONS
@@ -119,6 +120,7 @@ def plan_request(
     *,
     model: str,
     allowed: frozenset[str] = frozenset(),
+    rewrites: frozenset[str] = frozenset(),
 ) -> Plan:
     """Convert a request body.
 
@@ -128,6 +130,7 @@ def plan_request(
         fields: the caller's body; a valid JSON object.
         model: the provider's name for the model.
         allowed: fields that may be let go.
+        rewrites: the model's rules (SF-15); they are about chats, so they count where it becomes one.
 
     Raises:
         InvalidRequest: something in it cannot be said there; the field is named.
@@ -166,6 +169,8 @@ def plan_request(
         raise InvalidRequest("The body nests too deeply to be converted.", reason="JSON_TOO_DEEP") from None
     made["model"] = model
     text = _encode(made)
+    if rewrites and target == "chat_completions":
+        text = rewrite_chat(text, rewrites, is_stream=False)  # streams are asked for their usage anyway
     echo = response_echo(body) if source == "responses" else {}
     return Plan(
         source=source,

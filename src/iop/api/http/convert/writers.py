@@ -24,6 +24,7 @@ class AnswerTerms:
         shown_model: name to show instead of the provider's (SF-15).
         fallback_model: name to show where the provider tells none.
         has_usage: whether a chat stream ends with a usage chunk.
+        has_both_names: whether chats say reasoning under both of its names (SF-15).
         echo: fields of the request that a Responses object repeats.
     """
 
@@ -32,6 +33,7 @@ class AnswerTerms:
     shown_model: str | None = None
     fallback_model: str = ""
     has_usage: bool = False
+    has_both_names: bool = False
     echo: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -189,6 +191,8 @@ class ChatWriter(Gathering):
         }
         if reasoning := self.joined(BlockKind.REASONING):
             message["reasoning_content"] = reasoning
+            if self.terms.has_both_names:
+                message["reasoning"] = reasoning
         if calls:
             message["tool_calls"] = calls
         choice = {
@@ -216,7 +220,10 @@ class ChatWriter(Gathering):
                     call = {"index": place, "function": {"arguments": step.text}}
                     out.append(self._chunk({"tool_calls": [call]}))
             elif step.move is Move.GROW:
-                out.append(self._chunk({_CHAT_NAMES[block.kind]: step.text}))
+                delta = {_CHAT_NAMES[block.kind]: step.text}
+                if self.terms.has_both_names and block.kind is BlockKind.REASONING:
+                    delta["reasoning"] = step.text
+                out.append(self._chunk(delta))
         return out
 
     def _chunk(self, delta: Mapping[str, Any], *, finish: str | None = None) -> bytes:
