@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import yaml
 
 from iop.app.development import DevelopmentTokens, make_tokens, write_edge, write_engine, write_node
+from iop.testing.waiting import free_ports
 
 START_TIMEOUT_S = 60.0
 SLOTS = 16
@@ -24,22 +25,21 @@ MODEL = "iop-tiny"
 
 
 def free_addresses(*names: str) -> dict[str, str]:
-    """An address of this machine for each name; all are held until all are known, so that none comes twice."""
-    with contextlib.ExitStack() as stack:
-        found = {}
-        for name in names:
-            probe = stack.enter_context(socket.socket())
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", 0))
-            found[name] = f"127.0.0.1:{probe.getsockname()[1]}"
-        return found
+    """An address of this machine for each name."""
+    ports = free_ports(len(names))
+    return {name: f"127.0.0.1:{port}" for name, port in zip(names, ports, strict=True)}
 
 
 @dataclass
 class Parts:
-    """Engine, Edge and Node, or some of them."""
+    """Engine, Edge and Node, or some of them.
+
+    Attributes:
+        lost_s: how long the Edge waits for a participant that is away; None: as by default.
+    """
 
     home: Path
+    lost_s: float | None = None
     engine: dict[str, str] = field(default_factory=lambda: free_addresses("http", "openengine", "admin"))
     edge: dict[str, str] = field(
         default_factory=lambda: free_addresses("http", "openengine", "admin", "ops", "nodes")
@@ -60,6 +60,10 @@ class Parts:
             ),
             "node": write_node(config, tokens=self.tokens, edge=self.edge["nodes"]),
         }
+        if self.lost_s is not None:
+            edge = yaml.safe_load(files["edge"].read_text())
+            edge["admin"]["participant_lost_sec"] = self.lost_s
+            files["edge"].write_text(yaml.safe_dump(edge))
         for role, token in self.tokens.roles.items():
             (self.home / f"{role}.token").write_text(token)
         for part, file in files.items():
@@ -101,9 +105,13 @@ class Parts:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         each.kill()
 
-    def hooks(self, *names: str, part: str) -> list[str]:
-        """Hook options for `iop conformance` against a part."""
-        stop = f"pkill -STOP -n -P $(cat {self.home / 'engine.pid'})"
+    def hooks(self, *names: str, part: str, rank: str = "STOP") -> list[str]:
+        """Hook options for `iop conformance` against a part.
+
+        Args:
+            rank: the signal that makes a rank fail: STOP, and it hangs; KILL, and its engine goes down with it.
+        """
+        stop = f"pkill -{rank} -n -P $(cat {self.home / 'engine.pid'})"
         mend = f"bash {self.script('engine')}"
         commands = {
             "restart": f"bash {self.script(part)}",
@@ -114,9 +122,9 @@ class Parts:
 
 
 @contextlib.contextmanager
-def running_parts(home: Path, *names: str) -> Iterator[Parts]:
+def running_parts(home: Path, *names: str, lost_s: float | None = None) -> Iterator[Parts]:
     """Start these parts in order; all are gone when the block ends."""
-    parts = Parts(home=home)
+    parts = Parts(home=home, lost_s=lost_s)
     parts.write()
     try:
         for name in names:

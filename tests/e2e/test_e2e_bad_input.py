@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from e2e_fleet import ANY, UP_FLAGS, iop
 
+from iop.testing.waiting import free_ports
+
 pytestmark = pytest.mark.slow
 
 
@@ -43,8 +45,7 @@ def test_a_part_names_its_taken_port_too(tmp_path: Path) -> None:
 
 @pytest.mark.clause("EN-23", "EN-24")
 def test_an_unreachable_edge_uses_up_the_budget_and_exits_with_1(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    (port,) = free_ports(1)
     (tmp_path / "node.token").write_text("secret")
     (tmp_path / "node.yaml").write_text(
         f"edge: 127.0.0.1:{port}\nnode: a\ntoken: file:node.token\nreconnect: {{interval_sec: 0, max_attempts: 2}}\n"
@@ -72,8 +73,7 @@ def test_equal_addresses_for_admin_and_inference_are_refused(tmp_path: Path) -> 
 
 
 def test_status_of_nothing_says_how_to_start(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    (port,) = free_ports(1)
     done = iop("status", "--target", f"127.0.0.1:{port}", home=tmp_path)
     assert done.returncode == 1
     assert "iop up" in done.stderr

@@ -51,7 +51,7 @@ def test_up_says_what_to_try_writes_run_json_and_stops_cleanly(tmp_path: Path) -
         started = fleet.processes()
         assert len(started) >= 6, "the parent, three parts and two ranks"
         fleet.process.send_signal(signal.SIGINT)
-        assert fleet.process.wait(timeout=30) == 0
+        assert fleet.process.wait(timeout=60) == 0
         assert alive(started) == []
         assert not run_file.exists()
         assert not (home / "ready.json").exists()
@@ -66,8 +66,9 @@ def test_when_one_part_is_killed_all_end_with_a_message_and_exit_code_1(tmp_path
         else:
             victim = fleet.run["pids"][part]
         os.kill(victim, signal.SIGKILL)
-        assert fleet.process.wait(timeout=30) == 1
-        assert alive(started) == []
+        assert fleet.process.wait(timeout=60) == 1
+        # Ranks whose engine was killed end by themselves, which nobody waits for.
+        eventually(lambda: alive(started) == [], "every part is gone")
         said = (tmp_path / "home" / "up.out").read_text()
         assert f"{'engine' if part == 'rank' else part} ended by itself" in said
         assert "all other parts have been stopped" in said
@@ -78,7 +79,7 @@ def test_when_the_parent_is_killed_nothing_outlives_it(tmp_path: Path) -> None:
         started = fleet.processes()
         fleet.process.kill()
         fleet.process.wait()
-        eventually(lambda: alive(started) == [], "every part is gone", within_s=10)
+        eventually(lambda: alive(started) == [], "every part is gone")
 
 
 @pytest.mark.clause("AD-26", "AD-35")
@@ -92,6 +93,6 @@ def test_a_pause_outlives_a_restart_of_everything_and_its_epoch_still_ends_it(tm
         assert [pause["pause_epoch"] for pause in profile["pauses"]] == [epoch]
         assert {participant["state"] for participant in profile["participants"]} == {"PAUSED"}
         fleet.admin("resume", "--epoch", str(epoch))
-        client = openai.OpenAI(base_url=fleet.base_url, api_key="none", max_retries=0, timeout=20)
+        client = openai.OpenAI(base_url=fleet.base_url, api_key="none", max_retries=0, timeout=60)
         answer = client.chat.completions.create(model="iop-tiny", messages=STORY, max_tokens=3)  # type: ignore[arg-type]
         assert answer.choices[0].message.content

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from e2e_fleet import eventually, iop
 
+from iop.testing.waiting import free_ports
+
 pytestmark = pytest.mark.slow
 
 ANSWER = json.dumps(
@@ -83,9 +85,7 @@ class Part:
 
     def facts(self) -> dict[str, Any]:
         """What it announced, once it is ready."""
-        eventually(
-            lambda: self._ready.exists() or self.process.poll() is not None, "the part is ready", within_s=60
-        )
+        eventually(lambda: self._ready.exists() or self.process.poll() is not None, "the part is ready")
         assert self.process.poll() is None, self.log.read_text()
         facts: dict[str, Any] = json.loads(self._ready.read_text())
         return facts
@@ -95,15 +95,6 @@ class Part:
         self.process.kill()
         self.process.wait()
         self._ready.unlink(missing_ok=True)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; an Edge must come back on the same ones."""
-    import socket
-
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [item.getsockname()[1] for item in sockets]
 
 
 def write_configs(directory: Path, upstream: str, models: str = "public") -> tuple[str, str]:
@@ -159,7 +150,7 @@ def test_a_node_outlives_its_edge_and_serves_again_without_a_restart(tmp_path: P
     edge = None
     try:
         # The Node starts first, with nobody to dial.
-        eventually(lambda: "link.waiting" in node.log.read_text(), "the Node waits for its Edge", within_s=60)
+        eventually(lambda: "link.waiting" in node.log.read_text(), "the Node waits for its Edge")
         edge = Part("edge", tmp_path)
         edge.facts()
         node.facts()
@@ -193,12 +184,12 @@ def test_a_changed_config_is_taken_whole_on_sighup_and_a_wrong_one_refused_whole
         node.facts()
         write_configs(tmp_path, upstream, models="renamed")
         edge.process.send_signal(signal.SIGHUP)
-        eventually(lambda: chat(address, "renamed")[0] == 200, "the new model is served", within_s=10)
+        eventually(lambda: chat(address, "renamed")[0] == 200, "the new model is served")
         assert chat(address, "public")[0] == 404
 
         (tmp_path / "edge.yaml").write_text("models: [{id: broken}]\n")
         edge.process.send_signal(signal.SIGHUP)
-        eventually(lambda: "config.refused" in edge.log.read_text(), "the refusal is logged", within_s=10)
+        eventually(lambda: "config.refused" in edge.log.read_text(), "the refusal is logged")
         assert "models[0].providers: is required" in edge.log.read_text()
         assert chat(address, "renamed") == (200, ANSWER)
 
