@@ -41,8 +41,6 @@ def _kind(name: str) -> Kind:
 
 
 def _offers_of(name: str) -> tuple[Offer, ...]:
-    if name == "openengine":
-        return ()
     if name == "ollama":
         return OllamaControl.OFFERS
     control = NATIVE_CONTROLS.get(name)

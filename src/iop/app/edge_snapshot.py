@@ -176,7 +176,7 @@ def _fingerprint(payloads: list[AdapterConfig], runtime: NodeRuntime) -> str:
 
 
 CONTROLLED_TYPES: Final = frozenset(
-    {"cli", "llamacpp", "ollama", "openai_compat", "sglang", "trtllm", "vllm"}
+    {"cli", "llamacpp", "ollama", "openai_compat", "openengine", "sglang", "trtllm", "vllm"}
 )
 """Kinds that take admin steps whatever the config says of an admin listener: at least a pause at the Node's gate."""
 

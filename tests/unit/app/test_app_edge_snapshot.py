@@ -74,7 +74,7 @@ def test_the_route_follows_the_type() -> None:
     assert adapters[ProviderId("a")].route is Route.TUNNEL
     assert adapters[ProviderId("openengine")].route is Route.RUN
     assert adapters[ProviderId("a")].is_administered
-    assert not adapters[ProviderId("openengine")].is_administered
+    assert adapters[ProviderId("openengine")].is_administered
 
 
 @pytest.mark.clause("EN-55", "EN-85")

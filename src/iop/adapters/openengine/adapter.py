@@ -19,13 +19,14 @@ from iop.adapters.base import (
     RunStream,
     TunnelStream,
 )
+from iop.adapters.gate_control import GateControl
 from iop.adapters.http_tunnel import refuse_tunnel
 from iop.adapters.openengine.channel import bearer, check_authority, connect, error_of, open_channel
 from iop.adapters.openengine.runs import GenerateRun
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ParticipantInfo
 from iop.admin.steps import ParticipantReadBack, StepCall, StepResult
-from iop.core.errors import InvalidRequest, IopError, Unsupported
+from iop.core.errors import InvalidRequest, IopError
 from iop.core.ids import ParticipantId, SessionId
 from iop.pb.openengine.v1 import lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
 from iop.wire.messages import (
@@ -47,6 +48,9 @@ TARGETS_MAX: Final = 16
 
 INFO_BYTES_MAX: Final = 16 * 1024
 """Largest ModelInfo that is passed on to the Edge; real ones have some hundred bytes."""
+
+NO_ADMIN: Final = "name the `admin` listener of the engine in the adapter's config"
+"""What it takes for more than a pause at the gate."""
 
 _NO_SUCH_MODEL: Final = frozenset(
     {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED}
@@ -75,7 +79,8 @@ class OpenEngineAdapter:
     Args:
         config: its adapter config; settings name the Inference and Control listener.
         services: the Node's change signal.
-        control: the engine's OpenEngineAdmin, when the config names one.
+        control: the engine's OpenEngineAdmin, when the config names one; without it the gate of this adapter is all
+            there is.
 
     Raises:
         InvalidRequest: the config cannot work; names key and fix.
@@ -93,7 +98,13 @@ class OpenEngineAdapter:
         self._config = config
         self._settings = settings
         self._services = services
+        if control is None:
+            control = GateControl(services, name="an OpenEngine server", why_no_more=NO_ADMIN)
         self._control = control
+        self._gate = control if isinstance(control, GateControl) else None
+        if self._gate is not None:
+            self._gate.attach(self)
+        self._runs: set[GenerateRun] = set()
         self._channel: grpc.aio.Channel | None = None
         self._health = Health.UNKNOWN
         self._reason = "not probed yet"
@@ -105,16 +116,24 @@ class OpenEngineAdapter:
         self._seen_version = ""
 
     @property
+    def in_flight(self) -> int:
+        """Runs of which something is left at the engine."""
+        return len(self._runs)
+
+    def cancel_all(self) -> None:
+        """Cancel the calls of all runs; each ends as cancelled."""
+        for run in tuple(self._runs):
+            run.cancel()
+
+    @property
     def capabilities(self) -> AdapterCapabilities:
-        """Runs always; admin where an admin listener is configured."""
+        """Runs; admin by the gate, or as the engine's admin listener has it."""
         return AdapterCapabilities(
             kind=self._config.type,
             category=Category.LOCAL_INFERENCE,
             runs=True,
-            admin=self._control is not None,
-            admin_refusal=self._control.failure[:1024]
-            if self._control is not None
-            else f"adapter {self._config.name!r} names no `admin` listener of its engine",
+            admin=True,
+            admin_refusal=(self._control.failure if self._gate is None else self._gate.why_no_more)[:1024],
         )
 
     def snapshot(self) -> AdapterSnapshot:
@@ -123,9 +142,7 @@ class OpenEngineAdapter:
             health=self._health,
             reason=self._reason,
             models=self._models,
-            weight_version=(
-                self._control.weight_version() if self._control is not None else self._seen_version
-            ),
+            weight_version=self._control.weight_version() if self._gate is None else self._seen_version,
             engine_version=self._engine_version,
             engine_in_flight=self._in_flight,
             engine_queued=self._queued,
@@ -135,16 +152,14 @@ class OpenEngineAdapter:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Open the channels; they connect when first used."""
         self._channel = open_channel(self._settings.target, ca_pem=self._settings.tls_ca_pem)
-        if self._control is not None:
-            await self._control.start(tasks)
+        await self._control.start(tasks)
 
     async def aclose(self) -> None:
         """Close the channels; calls under way end as cancelled."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(None)
-        if self._control is not None:
-            await self._control.aclose()
+        await self._control.aclose()
 
     async def probe(self) -> None:
         """Ask for identity, models, health and load."""
@@ -152,8 +167,7 @@ class OpenEngineAdapter:
             await self._ask()
         except IopError as exc:
             self._observe(Health.OFFLINE, exc.message)
-        if self._control is not None:
-            await self._control.probe()
+        await self._control.probe()
 
     def open_tunnel(self, stream: TunnelStream, on_done: Callable[[], None]) -> None:
         """Not offered: these engines speak gRPC."""
@@ -163,7 +177,13 @@ class OpenEngineAdapter:
         on_done()
 
     async def run(self, stream: RunStream) -> None:
-        """One Generate call (EN-40)."""
+        """One Generate call (EN-40). Nothing passes a closed gate."""
+        if self._gate is not None and self._gate.is_gated:
+            error = StreamError(
+                code=StreamErrorCode.BUSY, message="the engine is paused", retryable=True, before_start=True
+            )
+            stream.emit(RunEvent(type=RunEventType.ERROR, error=error))
+            return
         if self._channel is None:
             error = StreamError(
                 code=StreamErrorCode.CONNECT_FAILED,
@@ -181,7 +201,11 @@ class OpenEngineAdapter:
             formats=frozenset(info.tokenizer_modes),
             takes_priority=info.generation.supports_priority,
         )
-        await run.drive()
+        self._runs.add(run)
+        try:
+            await run.drive()
+        finally:
+            self._runs.discard(run)
         if run.weight_version and run.weight_version != self._seen_version:
             self._seen_version = run.weight_version
             self._services.on_change()
@@ -194,30 +218,22 @@ class OpenEngineAdapter:
             self._observe(Health.READY, "")
 
     def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
-        """From the control interface, where there is one."""
-        if self._control is None:
-            refuse_tunnel(stream, StreamErrorCode.INVALID_REQUEST, "this provider has no artifacts")
-            on_done()
-            return
+        """From the control interface."""
         self._control.open_artifact(uri, stream, on_done)
 
     async def terminate_session(self, session_id: SessionId) -> None:
         """Nothing to end: a session is only a routing key here."""
 
     def participants(self) -> Sequence[ParticipantInfo]:
-        """The engine's ranks."""
-        return self._control.participants() if self._control is not None else ()
+        """The engine's ranks, or the engine as one behind the gate."""
+        return self._control.participants()
 
     async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
-        """By OpenEngineAdmin. Raises Unsupported where none is configured."""
-        if self._control is None:
-            raise Unsupported(self.capabilities.admin_refusal, reason="NO_ADMIN")
+        """By OpenEngineAdmin, or the gate."""
         return await self._control.execute_step(call, report)
 
     async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
-        """By OpenEngineAdmin; without one nobody can be asked."""
-        if self._control is None:
-            return [ParticipantReadBack(participant_id=each, reachable=False) for each in participant_ids]
+        """By OpenEngineAdmin, or the gate."""
         return await self._control.read_back(participant_ids)
 
     async def _ask(self) -> None:

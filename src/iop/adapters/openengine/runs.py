@@ -134,6 +134,10 @@ class GenerateRun:
                 self._call.cancel()
         self._stream.emit(terminal)
 
+    def cancel(self) -> None:
+        """End the call; the run ends as cancelled."""
+        self._on_cancel(CancelReason.ABORTED_BY_ADMIN)
+
     async def _generate(self) -> RunEvent:
         run = self._stream.request
         request = passed_request(run) if self._is_passed else generate_request(run, formats=self._formats)
