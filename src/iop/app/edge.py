@@ -32,6 +32,7 @@ from iop.api.http.openai import EdgeHttp
 from iop.api.http.ops import OpsServer, ops_app
 from iop.api.http.server import HttpServer
 from iop.api.http.tls import RenewedTls
+from iop.api.strangers import Strangers
 from iop.app.addresses import binding
 from iop.app.edge_reload import ConfigKeeper
 from iop.app.edge_snapshot import snapshot_of
@@ -95,6 +96,7 @@ class _Served:
         self._keys = self._make_keys(config)
         self._principals: PrincipalDirectory = principal_directory(config.admin)
         self._callers: ApiKeyDirectory = api_keys(config.api_keys)
+        self._strangers = Strangers(config.limits.strangers_per_minute, now=self._clock.monotonic)
         self._metrics = Metrics()
         self._rpc_metrics = RpcMetrics(self._metrics)
         instance = secrets.token_hex(8)
@@ -223,6 +225,7 @@ class _Served:
             admit=self._admit,
             on_refused=self._port.note_refused,
             on_ended=self._rpc_metrics.on_ended,
+            strangers=self._strangers,
         )
         with binding("openengine", address):
             await stack.enter_async_context(listener.serving())
@@ -284,6 +287,7 @@ class _Served:
             clock=self._clock,
             make_id=id_maker("req"),
             find_report=self.edge.nodes.probed,
+            strangers=self._strangers,
         )
         server = HttpServer(
             surface,

@@ -454,6 +454,12 @@ class Limits:
         default=16 * MIB, metadata=_bytes("largest event of a stream; beyond: event_too_large", low=KIB)
     )
     first_byte_timeout_sec: float = field(
+    strangers_per_minute: int = field(
+        default=60,
+        metadata=_count(
+            "attempts without a known API key that one address has, as many at once; beyond: 429", low=1
+        ),
+    )
         default=600.0, metadata=_seconds("until the provider's first byte; beyond: 504", low=0.01)
     )
     total_timeout_sec: float = field(default=3600.0, metadata=_seconds("for the whole answer", low=0.01))

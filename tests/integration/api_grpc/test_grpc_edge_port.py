@@ -20,6 +20,7 @@ from iop.api.grpc.edge_port import EdgePort
 from iop.api.grpc.inference_service import AdmitKey, no_limits
 from iop.api.grpc.listeners import inference_listener
 from iop.api.grpc.server import ListenerSettings
+from iop.api.strangers import Strangers
 from iop.core.ids import RunId
 from iop.edge.calls import Outcome
 from iop.edge.edge import Edge
@@ -75,6 +76,7 @@ async def site_of(
     keys: ApiKeyDirectory | None = None,
     connects: bool = True,
     admit: AdmitKey = no_limits,
+    strangers: Strangers | None = None,
 ) -> AsyncIterator[Site]:
     numbers = itertools.count(1)
     clock = SystemClock()
@@ -90,7 +92,13 @@ async def site_of(
         )
         settings = ListenerSettings(address="127.0.0.1:0", stop_grace_s=0.2)
         listener = inference_listener(
-            port, port, keys or ApiKeyDirectory(), settings, admit=admit, on_refused=port.note_refused
+            port,
+            port,
+            keys or ApiKeyDirectory(),
+            settings,
+            admit=admit,
+            on_refused=port.note_refused,
+            strangers=strangers,
         )
         node = FakeEdgeConnection(edge.nodes)
         if connects:

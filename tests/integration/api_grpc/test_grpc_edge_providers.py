@@ -15,6 +15,7 @@ from test_grpc_edge_port import EVENTS, HELLO, Site, event, read_all, site_of, t
 from iop.adapters.base import MODEL_CAPABILITY
 from iop.api.grpc.auth import ApiKeyDirectory, ApiKeyGrant, secret_sha256
 from iop.api.http.keys import ApiKeys, ApiKeySpec
+from iop.api.strangers import Strangers
 from iop.edge.calls import Outcome, Route
 from iop.edge.snapshot import EdgeSnapshot
 from iop.pb.openengine.v1 import (
@@ -626,6 +627,22 @@ async def test_a_key_has_so_many_requests_a_minute_over_both_listeners() -> None
         assert refusal.info().reason == "KEY_RATE"
         # What ends work, and what is answered from memory, is not counted.
         await site.control.GetServerInfo(server_pb2.GetServerInfoRequest(), metadata=bearer("a"))
+
+
+@pytest.mark.clause("SF-11", "SF-12", "SF-23")
+async def test_strangers_are_kept_off_at_a_rate_and_known_keys_are_not() -> None:
+    directory, _ = two_keys()
+    strangers = Strangers(2, now=lambda: 0.0)
+    ask = server_pb2.GetServerInfoRequest()
+    async with site_of(pool("openai_compat"), keys=directory, strangers=strangers) as site:
+        for metadata in ((), bearer("nobody")):
+            async with refused(grpc.StatusCode.UNAUTHENTICATED):
+                await site.control.GetServerInfo(ask, metadata=metadata)
+        for _ in range(2):
+            async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED) as refusal:
+                await site.control.GetServerInfo(ask, metadata=bearer("nobody"))
+            assert refusal.info().reason == "TOO_MANY_ATTEMPTS"
+            await site.control.GetServerInfo(ask, metadata=bearer("a"))
 
 
 @pytest.mark.clause("SF-11", "SF-23")

@@ -19,6 +19,7 @@ from iop.api.http.limits import HttpLimits
 from iop.api.http.metrics import HttpCollector
 from iop.api.http.openai import EdgeHttp
 from iop.api.http.server import HttpServer
+from iop.api.strangers import Strangers
 from iop.core.ids import ModelId, NodeId, ProviderId, RunId
 from iop.edge.calls import Outcome, ProviderKey, Route
 from iop.edge.edge import Edge
@@ -203,6 +204,7 @@ async def fleet_of(
     operations: frozenset[str] | None = None,
     endpoint: str | None = None,
     second_endpoint: str | None = None,
+    strangers: Strangers | None = None,
     tracer: Tracer | None = None,
     bound_s: float = 60.0,
     on_get: Callable[[bytes], bytes] | None = None,
@@ -242,6 +244,7 @@ async def fleet_of(
                 clock=clock,
                 make_id=lambda: f"req-{next(numbers)}",
                 find_report=edge.nodes.probed,
+                strangers=strangers,
             )
             async with HttpServer(surface, limits=limits, clock=clock) as server:
                 _, port = await server.listen("127.0.0.1", 0)

@@ -13,6 +13,8 @@ from http_fleet import HttpFleet, fleet_of, post
 
 from iop.api.http.keys import ApiKeySpec
 from iop.api.http.limits import HttpLimits
+from iop.api.strangers import Strangers
+from iop.edge.snapshot import DispatchLimits, QueueSpec
 from iop.testing.stub_engine import StubCall, sse_events, whole_answer
 from iop.testing.waiting import eventually
 
@@ -263,7 +265,8 @@ async def test_full_slow_and_empty_pools_answer_as_they_must() -> None:
         await release.wait()
         await ok(call)
 
-    async with fleet_of(capacity=1) as fleet:
+    # Long enough for all five to come while two wait.
+    async with fleet_of(capacity=1, queue=QueueSpec(max_waiters=2, timeout_s=2.0)) as fleet:
         fleet.stub.script = script
         callers = [await fleet.call() for _ in range(5)]
         for number, caller in enumerate(callers):
@@ -291,12 +294,10 @@ async def test_an_empty_pool_answers_503_after_its_grace() -> None:
 
 @pytest.mark.clause("SF-12")
 async def test_a_provider_that_says_nothing_in_time_is_a_504() -> None:
-    from iop.edge.snapshot import DispatchLimits
-
     async def script(call: StubCall) -> None:
         await call.wait_gone(within_s=20)
 
-    limits = DispatchLimits(first_byte_timeout_s=0.2, total_timeout_s=30.0)
+    limits = DispatchLimits(first_byte_timeout_s=1.0, total_timeout_s=30.0)
     async with fleet_of(dispatch_limits=limits) as fleet:
         fleet.stub.script = script
         status, fields, _ = await fleet.post(PLAIN)
@@ -306,8 +307,6 @@ async def test_a_provider_that_says_nothing_in_time_is_a_504() -> None:
 
 @pytest.mark.clause("SF-12", "SF-14")
 async def test_a_stream_that_takes_too_long_ends_in_an_error_event() -> None:
-    from iop.edge.snapshot import DispatchLimits
-
     async def script(call: StubCall) -> None:
         await call.start_events()
         await call.chunk(*sse_events(["x"], finish=None, is_done=False))
@@ -372,6 +371,33 @@ async def test_keys_are_asked_for_and_known_in_every_spelling() -> None:
                 assert (status, fields[b"x-iop-reason"]) == (401, reason)
         assert (await get(fleet, "/v1/models"))[0] == 401
         assert len(fleet.stub.calls) == 4
+
+
+@pytest.mark.clause("SF-11", "SF-12")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_strangers_are_kept_off_at_a_rate_and_known_keys_are_not(path: str) -> None:
+    strangers = Strangers(3, now=lambda: 0.0)
+    async with fleet_of(keys=(key("alpha"),), strangers=strangers) as fleet:
+        for number, headers in enumerate(
+            [(), (b"Authorization: Bearer wrong",), (b"x-api-key: other",), (), ()]
+        ):
+            caller = await fleet.call()
+            status, fields, answer = await fleet.post(PLAIN, *headers, path=path, caller=caller)
+            if number < 3:
+                assert (status, fields.get(b"connection")) == (401, None)
+                continue
+            assert (status, fields[b"x-iop-reason"], fields[b"retry-after"]) == (
+                429,
+                b"too_many_attempts",
+                b"20",
+            )
+            error = json.loads(answer)["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_attempts")
+            assert fields[b"connection"] == b"close"
+            assert await caller.reader.read() == b""
+            assert (await fleet.post(PLAIN, b"x-api-key: alpha", path=path))[0] == 200
+        assert strangers.kept_off_total == 2
+        assert b'too_many_attempts"' in fleet.metrics()
 
 
 @pytest.mark.clause("SF-11")

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from iop.admin.permissions import Permission, Principal, require
 from iop.api.grpc.auth import ApiCaller, Credentials, read_credentials
 from iop.api.grpc.errors import failure_of
+from iop.api.strangers import Strangers, address_of_peer
 from iop.core.errors import Internal, InvalidRequest, IopError, PermissionDenied, Unauthenticated, Unavailable
 
 __all__ = [
@@ -142,6 +143,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):
             method that is not public, so an unknown one is its to refuse.
         public: full method names, or service prefixes ending in `/`, that need no credential.
         on_refused: told of known callers who were not authorised, for the audit (AD-101).
+        strangers: how often an address may come without a credential that is known; None: as often as it likes.
     """
 
     def __init__(
@@ -151,7 +153,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):
         authorize: Callable[[Caller, str], None],
         public: frozenset[str],
         on_refused: Callable[[Caller, str, IopError], Awaitable[None]] | None = None,
+        strangers: Strangers | None = None,
     ) -> None:
+        self._strangers = strangers
         self._on_refused = on_refused
         self._authenticator = authenticator
         self._authorize = authorize
@@ -169,10 +173,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):
 
         def guard(behaviour: Behaviour) -> Behaviour:
             async def guarded(request: Any, context: Context) -> Any:
-                credentials = read_credentials(
-                    context.invocation_metadata() or (), context.auth_context(), peer=context.peer()
-                )
-                caller = self._authenticator.authenticate(credentials)
+                caller = self._identify(context)
                 _caller.set(caller)
                 await self._check(caller, method)
                 return await behaviour(_parse(request, parse), context)
@@ -180,6 +181,17 @@ class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):
             return guarded
 
         return _rewrap(handler, guard, takes_bytes=parse is not None)
+
+    def _identify(self, context: Context) -> Caller:
+        try:
+            credentials = read_credentials(
+                context.invocation_metadata() or (), context.auth_context(), peer=context.peer()
+            )
+            return self._authenticator.authenticate(credentials)
+        except Unauthenticated as error:
+            if self._strangers is None:
+                raise
+            raise self._strangers.judge(address_of_peer(context.peer()), error) from None
 
     async def _check(self, caller: Caller, method: str) -> None:
         try:

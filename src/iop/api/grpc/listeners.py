@@ -31,6 +31,7 @@ from iop.api.grpc.inference_service import (
 from iop.api.grpc.interceptors import AuthInterceptor, ErrorInterceptor, authorize_by_table
 from iop.api.grpc.ports import ControlPort, InferencePort
 from iop.api.grpc.server import REFLECTION_SERVICE, GrpcListener, GrpcService, ListenerSettings
+from iop.api.strangers import Strangers
 from iop.core.errors import IopError
 from iop.core.limits import MIB
 from iop.pb.iop import artifacts_pb2, artifacts_pb2_grpc
@@ -172,6 +173,7 @@ def inference_listener(
     admit: AdmitKey = no_limits,
     on_refused: NoteRefusal = no_note,
     on_ended: OnEnded | None = None,
+    strangers: Strangers | None = None,
 ) -> GrpcListener:
     """Inference and Control with their health and reflection.
 
@@ -185,6 +187,7 @@ def inference_listener(
         admit: the limits of API keys, which Generate counts against (SF-11).
         on_refused: hears of generations that never came to `inference`, for whoever explains requests (EN-112).
         on_ended: told of each call's method, status and seconds; see `iop.api.grpc.rpc_metrics`.
+        strangers: how often an address may come without a key that is known; None: as often as it likes.
     """
     inference_service = InferenceService(inference, control, admit=admit, on_refused=on_refused)
     control_service = ControlService(
@@ -218,6 +221,7 @@ def inference_listener(
                 authorize=_any_caller,
                 # The schema is public; so is whether the server is there.
                 public=frozenset({HEALTH_METHODS, REFLECTION_METHOD}),
+                strangers=strangers,
             ),
         ),
         settings=settings,

@@ -144,6 +144,15 @@ class Exchange:
             if not budget.reserve(size_bytes):
                 for earlier in self._budgets[:taken]:
                     earlier.release(size_bytes)
+    @property
+    def peer_address(self) -> str:
+        """The network address that the connection comes from; empty where there is none."""
+        return self._connection.peer_address()
+
+    def close_after(self) -> None:
+        """Let this answer be the connection's last."""
+        self._connection.must_close = True
+
                 return False
         self._reserved += size_bytes
         return True

@@ -39,7 +39,8 @@ from iop.api.http.routing import Routes
 from iop.api.http.runs import RunRelay
 from iop.api.http.splice import RequestFields, read_fields
 from iop.core.clock import Clock
-from iop.core.errors import InvalidRequest, IopError, NotFound, Unsupported
+from iop.api.strangers import Strangers
+from iop.core.errors import InvalidRequest, IopError, NotFound, Unauthenticated, Unsupported
 from iop.core.ids import RequestId
 from iop.edge.calls import (
     OPERATIONS,
@@ -161,6 +162,7 @@ class EdgeHttp:
 
     def __init__(
         self,
+        strangers: how often an address may come without a key; None: as often as it likes.
         dispatch: DispatchPort,
         *,
         find_snapshot: Callable[[], EdgeSnapshot],
@@ -176,6 +178,7 @@ class EdgeHttp:
         self._limits = limits
         self._clock = clock
         self._make_id = make_id
+        strangers: Strangers | None = None,
         self._matrix = SurfaceMatrix(find_report, limits=limits)
         self._budget = ByteBudget(limits.buffered_bytes)
         self._lane = BulkLane()
@@ -183,6 +186,7 @@ class EdgeHttp:
         self._routes: Routes[_Operation | Callable[[Exchange, _Visit], None]] = Routes(
             {
                 (b"GET", b"/v1/models"): self._list_models,
+        self._strangers = strangers
                 (b"GET", DESCRIPTION_PATH.encode()): self._describe,
                 **{(b"POST", operation.path.encode("ascii")): operation for operation in _OPERATIONS},
             },
@@ -207,7 +211,7 @@ class EdgeHttp:
                 visit.operation = route
             exchange.data = (route, visit)
             keys = self._find_keys()
-            caller = keys.identify(head)
+            caller = self._identify(exchange, keys)
             check_body_coding(head)
             caller.enter(keys.now())
         except IopError as error:
@@ -224,6 +228,19 @@ class EdgeHttp:
             route(exchange, visit)
             return
         size = len(body[0]) if len(body) == 1 else sum(map(len, body))
+    def _identify(self, exchange: Exchange, keys: ApiKeys) -> Caller:
+        """Who asks. Attempts that fail are counted by their address; those beyond its rate cost the connection, too."""
+        try:
+            return keys.identify(exchange.head)
+        except Unauthenticated as error:
+            if self._strangers is None:
+                raise
+            answer = self._strangers.judge(exchange.peer_address, error)
+            if answer is error:
+                raise
+            exchange.close_after()
+            raise answer from None
+
         if size > BULK_BYTES:
             exchange.run(self._serve_bulk(exchange, visit, route, body), name="http-bulk", is_eager=True)
             return

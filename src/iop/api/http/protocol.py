@@ -213,6 +213,11 @@ class HttpConnection(asyncio.Protocol):
                 DeadlineExceeded("The request took too long to arrive.", reason="REQUEST_TIMEOUT")
             )
 
+    def peer_address(self) -> str:
+        """The network address of the other end; empty where it has none."""
+        name = self._transport.get_extra_info("peername")
+        return str(name[0]) if isinstance(name, tuple) and name else ""
+
     def drain(self) -> None:
         """Finish what runs, take nothing new."""
         self.must_close = True
