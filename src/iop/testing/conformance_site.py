@@ -11,14 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
+import struct
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from iop.admin.core import AdminCore, CoreTiming
 from iop.admin.enums import AdminErrorCode, BusyPolicy, CacheOutcome, ParticipantPhase, PauseMode
 from iop.admin.participant import ProgressSink
 from iop.admin.permissions import PRESETS, Permission
+from iop.admin.profile import AdminLimits
 from iop.admin.results import CacheResult, ParticipantError
 from iop.admin.steps import (
     CommitWeightsStep,
@@ -26,12 +31,13 @@ from iop.admin.steps import (
     ParticipantOutcome,
     PauseStep,
     PrepareWeightsStep,
+    ResumeStep,
     Step,
     StepCall,
     StepResult,
 )
 from iop.api.grpc.auth import PrincipalDirectory, PrincipalGrant, secret_sha256
-from iop.api.grpc.listeners import admin_listener
+from iop.api.grpc.listeners import admin_listener, admin_receive_bytes_max
 from iop.api.grpc.server import ListenerSettings
 from iop.conformance.bench import Target
 from iop.conformance.hooks import HookName, HookPhase
@@ -39,12 +45,14 @@ from iop.core.ids import OperationId
 from iop.testing.admin_world import LoopClock
 from iop.testing.fake_participants import FakeFleet, FakeRank, FaultKind, content_of
 from iop.testing.memory_journal import MemoryJournal, MemoryStore
+from iop.testing.site_inference import GROUP, PACE_S, SiteInference
 from iop.testing.tcp_relay import TcpRelay
+from iop.testing.waiting import free_ports
 
 __all__ = ["CHECKPOINTS", "TOKENS", "ConformanceSite", "Recipe", "SiteFleet"]
 
 TOKENS: Final[Mapping[str, str]] = {role: f"{role}-token" for role in PRESETS}
-CHECKPOINTS: Final = ("/weights/first", "/weights/second")
+CHECKPOINTS: Final = ("first", "second")
 FAILING: Final = "a/1"
 FAILING_STEPS: Final = ("PauseStep", "FlushStep", "VerifyWeightsStep", "ReleaseStep", "ReconfigureStep")
 COMMIT_S: Final = 0.05
@@ -52,23 +60,65 @@ COMMIT_S: Final = 0.05
 
 
 class SiteFleet(FakeFleet):
-    """A fleet whose drains can be made to wait, as if requests ran."""
+    """A fleet whose drains wait for requests that run, or can be made to.
+
+    Attributes:
+        free: cleared while a drain is to wait, as if requests ran.
+        thawed: cleared while a KEEP pause freezes the requests of the group that has any.
+        aborts: how many pauses ended its requests.
+    """
 
     def __init__(self) -> None:
         super().__init__({"a": 2, "b": 2})
         self.free = asyncio.Event()
         self.free.set()
+        self.thawed = asyncio.Event()
+        self.thawed.set()
+        self.aborts = 0
+
+    def begin(self) -> None:
+        """A request runs."""
+        self.work[GROUP] += 1
+
+    def end(self, *, was_counted: bool) -> None:
+        """It does not any more; one that a pause ended was counted out by it."""
+        if not was_counted:
+            counter = self.work if self.work[GROUP] else self.frozen
+            counter[GROUP] = max(0, counter[GROUP] - 1)
+
+    async def drained(self) -> None:
+        """Wait until no request runs."""
+        while self.work[GROUP]:  # noqa: ASYNC110 - what is waited for is a figure, and the core bounds the wait
+            await asyncio.sleep(PACE_S)
 
     async def execute(self, call: StepCall, report: ProgressSink) -> StepResult:
         """As the driver port says; a drain waits for work that runs."""
         match call.body:
             case PauseStep(pause=spec) if spec.mode is PauseMode.DRAIN:
                 await self.free.wait()
+                if call.group_id == GROUP:
+                    await self.drained()
             case CommitWeightsStep():
                 await asyncio.sleep(COMMIT_S)
             case _:
                 pass
-        return await super().execute(call, report)
+        result = await super().execute(call, report)
+        if call.group_id == GROUP and all(o.error is None for o in result.participants):
+            self._stand(call.body)
+        return result
+
+    def _stand(self, body: Step) -> None:
+        """What a pause, or its end, does to requests."""
+        match body:
+            case PauseStep(pause=spec) if spec.mode is PauseMode.KEEP:
+                self.thawed.clear()
+            case PauseStep(pause=spec) if spec.mode is PauseMode.ABORT:
+                self.aborts += 1
+                self.thawed.set()
+            case ResumeStep():
+                self.thawed.set()
+            case _:
+                pass
 
     def _obey(
         self, operation_id: str, body: Step, rank: FakeRank, fault: FaultKind | None
@@ -103,6 +153,8 @@ class Recipe:
     journal: Callable[..., MemoryJournal] = MemoryJournal
     fleet: Callable[[], SiteFleet] = SiteFleet
     presets: Mapping[str, frozenset[Permission]] = field(default_factory=lambda: PRESETS)
+    inference: Callable[[SiteFleet], SiteInference] = SiteInference
+    limits: AdminLimits = field(default_factory=AdminLimits)
 
 
 class ConformanceSite:
@@ -113,8 +165,10 @@ class ConformanceSite:
         self.fleet = self._recipe.fleet()
         self.store = MemoryStore()
         self._ids = itertools.count(1)
-        self._address = "127.0.0.1:0"
+        self._address = f"127.0.0.1:{free_ports(1)[0]}"
         self._relay: TcpRelay | None = None
+        self._inference = ""
+        self._weights: tuple[str, str] = ("", "")
         self._restarting = asyncio.Event()
         self._serving = asyncio.Event()
         self._down = asyncio.Event()
@@ -123,17 +177,25 @@ class ConformanceSite:
     def target(self) -> Target:
         """Where it is, with everything that the suite can be lent."""
         assert self._relay is not None, "used outside of running()"
-        return Target(address=self._relay.address, tokens=TOKENS, checkpoints=CHECKPOINTS)
+        return Target(
+            address=self._relay.address,
+            tokens=TOKENS,
+            checkpoints=self._weights,
+            inference=self._inference,
+        )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[ConformanceSite]:
         """Serve for the block."""
-        async with asyncio.TaskGroup() as tasks:
-            server = tasks.create_task(self._serve(), name="site")
-            await self._serving.wait()
-            async with TcpRelay(self._address).running() as self._relay:
-                yield self
-            server.cancel()
+        with tempfile.TemporaryDirectory() as home:
+            self._weights = _write_weights(Path(home))
+            inference = self._recipe.inference(self.fleet)
+            async with inference.serving() as self._inference, asyncio.TaskGroup() as tasks:
+                server = tasks.create_task(self._serve(), name="site")
+                await self._serving.wait()
+                async with TcpRelay(self._address).running() as self._relay:
+                    yield self
+                server.cancel()
 
     async def _serve(self) -> None:
         while True:
@@ -149,8 +211,13 @@ class ConformanceSite:
             new_id=lambda: OperationId(f"op-{next(self._ids)}"),
             owner="site",
             timing=CoreTiming(first_look_timeout_s=0.5, reconcile_wait_s=0.5),
+            limits=self._recipe.limits,
         )
-        settings = ListenerSettings(address=self._address, stop_grace_s=0.0)
+        settings = ListenerSettings(
+            address=self._address,
+            stop_grace_s=0.0,
+            receive_bytes_max=admin_receive_bytes_max(self._recipe.limits),
+        )
         listener = admin_listener(core, _principals(self._recipe.presets), settings)
         async with asyncio.TaskGroup() as tasks:
             runner = tasks.create_task(core.run(), name="core")
@@ -205,6 +272,19 @@ class SiteHooks:
                     self._site.fleet.arm(FaultKind.ERROR, FAILING, step, once=False)
             case HookName.FAIL_RANK, _:
                 self._site.fleet.faults.clear()
+
+
+def _write_weights(home: Path) -> tuple[str, str]:
+    """Two checkpoints of one small model; the fleet goes by where they are, the suite reads them."""
+    paths = []
+    for index, name in enumerate(CHECKPOINTS):
+        directory = home / name
+        directory.mkdir()
+        header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+        data = struct.pack("<2f", index, 1.0)
+        (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+        paths.append(str(directory))
+    return paths[0], paths[1]
 
 
 def _principals(presets: Mapping[str, frozenset[Permission]]) -> PrincipalDirectory:

@@ -60,7 +60,8 @@ class ProcessFleet:
         directory: for configs, logs and stores.
         adapters: by Node id, its adapters (see :func:`provider`).
         model: more keys of the one model, ``fast``, which every Node's ``main`` serves.
-        heartbeat: interval and timeout, seconds.
+        heartbeat: interval and timeout, seconds. A part that a busy machine does not run for the timeout is lost, so
+            only tests of that give a short one.
         edge: more sections of edge.yaml.
         host: where the Edge listens; off loopback it is told to be insecure.
         prefixes: by ``edge`` or Node id, what to run the process under, such as ``ip netns exec NAME``.
@@ -72,7 +73,7 @@ class ProcessFleet:
         adapters: Mapping[str, Sequence[Mapping[str, object]]],
         *,
         model: Mapping[str, object] | None = None,
-        heartbeat: tuple[float, float] = (0.3, 1.5),
+        heartbeat: tuple[float, float] = (0.5, 30.0),
         edge: Mapping[str, object] | None = None,
         host: str = "127.0.0.1",
         prefixes: Mapping[str, Sequence[str]] | None = None,
@@ -248,6 +249,17 @@ class ProcessFleet:
         except AssertionError:
             return None
         outcome: str | None = shown["outcome"]
+        return outcome
+
+    async def ended(self, request_id: str) -> str:
+        """How a request ended, once it has: its last byte may reach the caller before its outcome is on record."""
+
+        async def is_so() -> bool:
+            return await self.outcome(request_id) is not None
+
+        await eventually(is_so, what=f"{request_id} has its outcome")
+        outcome = await self.outcome(request_id)
+        assert outcome is not None
         return outcome
 
     async def settled(self, *, within_s: float = PATIENCE_S) -> None:

@@ -7,6 +7,7 @@ long it would wait costs nothing while the code is right, so it is long.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -53,24 +54,37 @@ def free_ports(count: int) -> list[int]:
 
     They lie below the range from which the system serves those who ask for any port and those who dial: a port from
     that range may be gone before the listener binds it, or while the listener is down. A Node that dials such a port
-    can even meet itself there.
+    can even meet itself there. None is given twice by one process, and each worker of a test run has its own share.
     """
-    low = FIRST_PORT
-    high = _ephemeral_from()
+    low, high = _share(FIRST_PORT, _ephemeral_from())
+    found: list[int] = []
     with ExitStack() as stack:
-        if high - low < PORTS_MIN:
-            held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-            return [int(item.getsockname()[1]) for item in held]
-        found: list[int] = []
         for _ in range(TRIES_MAX):
             if len(found) == count:
                 return found
             # Not from `random`, which a plugin seeds alike in every worker.
-            port = low + secrets.randbelow(high - low)
+            port = low + secrets.randbelow(high - low) if high > low else 0
             with suppress(OSError):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-                found.append(port)
+                listener = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                port = int(listener.getsockname()[1])
+                if port not in _given:
+                    found.append(port)
+                    _given.add(port)
     raise AssertionError(f"no {count} free ports between {low} and {high}")
+
+
+_given: set[int] = set()
+
+
+def _share(low: int, high: int) -> tuple[int, int]:
+    """This worker's part of the range; an empty one when the range is too small to be shared."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    part = (high - low) // workers
+    if part < PORTS_MIN or not worker.isdecimal():
+        return low, low
+    begin = low + part * (int(worker) % workers)
+    return begin, begin + part
 
 
 def _ephemeral_from() -> int:

@@ -15,16 +15,11 @@ from iop.conformance.model import Check, CheckResult, Outcome
 from iop.conformance.runner import run_suite
 from iop.testing.conformance_site import ConformanceSite, Recipe
 from iop.testing.wrong_servers import DEFECTS, Defect
+from iop.testing.wrong_servers.serving import WithoutKinds
 
 CHECKS = {one.check_id: one for one in all_checks()}
-NEEDS_INFERENCE = {
-    "AD-50-core-info",
-    "AD-41-queue",
-    "AD-41-reject",
-    "AD-41-drain",
-    "AD-41-abort",
-    "AD-41-keep",
-}
+ONLY_OF_OTHER_SERVERS = {"AD-15-kinds-refused": Recipe(fleet=WithoutKinds)}
+"""Checks of what the right server offers no occasion for, and one that does."""
 CHEAP = sorted(
     i for i in CHECKS if i.split("-")[1] in {"03", "04", "10", "11", "13", "14", "16", "17", "21", "23"}
 )
@@ -53,8 +48,21 @@ async def test_the_right_server_passes_everything() -> None:
     results = await judged(Recipe(), all_checks())
     failed = {i: r.detail for i, r in results.items() if r.outcome is Outcome.FAIL}
     assert not failed
-    assert {i for i, r in results.items() if r.outcome is Outcome.NOT_RUN} == NEEDS_INFERENCE
-    assert {i for i, r in results.items() if r.outcome is Outcome.SKIP} == {"AD-15-kinds-refused"}
+    assert {i for i, r in results.items() if r.outcome is Outcome.NOT_RUN} == set()
+    assert {i for i, r in results.items() if r.outcome is Outcome.SKIP} == set(ONLY_OF_OTHER_SERVERS)
+
+
+@pytest.mark.slow
+@pytest.mark.clause("AD-102")
+@pytest.mark.parametrize("check_id", ONLY_OF_OTHER_SERVERS)
+async def test_a_right_server_that_gives_occasion_passes(check_id: str) -> None:
+    results = await judged(ONLY_OF_OTHER_SERVERS[check_id], [CHECKS[check_id]])
+    assert results[check_id].outcome is Outcome.PASS, results[check_id].detail
+
+
+@pytest.mark.clause("AD-102")
+def test_every_check_has_a_server_that_fails_it() -> None:
+    assert {i for defect in DEFECTS for i in defect.caught_by} == set(CHECKS)
 
 
 @pytest.mark.slow

@@ -5,7 +5,17 @@ Each starts from the right server of `iop.testing.conformance_site` and spoils o
 
 from __future__ import annotations
 
-from iop.testing.wrong_servers import access, keys, lapses, outcomes, requests, restarts, state, streams
+from iop.testing.wrong_servers import (
+    access,
+    keys,
+    lapses,
+    outcomes,
+    requests,
+    restarts,
+    serving,
+    state,
+    streams,
+)
 from iop.testing.wrong_servers.defect import Defect
 
 __all__ = ["DEFECTS", "Defect"]
@@ -19,4 +29,5 @@ DEFECTS: tuple[Defect, ...] = (
     *access.DEFECTS,
     *restarts.DEFECTS,
     *lapses.DEFECTS,
+    *serving.DEFECTS,
 )
