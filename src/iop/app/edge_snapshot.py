@@ -135,6 +135,7 @@ def _model(model: Model, now_unix_s: int) -> ModelSpec:
             timeout_s=model.queue.timeout_sec,
             no_capacity_grace_s=model.queue.no_capacity_grace_sec,
             paused_timeout_s=model.queue.paused_timeout_sec,
+            comment_s=model.queue.comment_sec,
         ),
         response_model=model.response_model,
         conversion_drops=frozenset(model.conversion_drops),

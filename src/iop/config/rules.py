@@ -38,6 +38,9 @@ PERMISSIONS: Final = (
 )  # fmt: skip
 """Names of single permissions (AD-04)."""
 
+COMMENT_SEC_MIN: Final = 1.0
+"""Telling a thousand waiters their place more often would be work of its own."""
+
 _OPERATED_TYPES: Final = frozenset({"llamacpp", "sglang", "trtllm", "vllm"})
 """Kinds that are operated over their own routes, without an admin section."""
 
@@ -289,6 +292,12 @@ def _check_models(config: EdgeConfig, note: Note) -> None:
     for model_index, model in enumerate(config.models):
         if not model.providers:
             note(f"models[{model_index}].providers", "is empty", "Name at least one node and adapter")
+        if 0 < model.queue.comment_sec < COMMENT_SEC_MIN:
+            note(
+                f"models[{model_index}].queue.comment_sec",
+                f"must be 0 or at least {COMMENT_SEC_MIN:g}",
+                "0 turns comments off; 10 keeps most proxies from taking the wait for a dead connection",
+            )
         for name in _repeated(f"{provider.node}/{provider.adapter}" for provider in model.providers):
             note(f"models[{model_index}].providers", f"{name} appears twice", "Use weight instead")
         for index, provider in enumerate(model.providers):

@@ -395,6 +395,10 @@ class Queue:
     paused_timeout_sec: float = field(
         default=600.0, metadata=_seconds("wait for a pause to end; beyond: 503 paused")
     )
+    comment_sec: float = field(
+        default=0.0,
+        metadata=_seconds("tell waiting streams their place by a comment this often, from 1; 0: never"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,16 +454,16 @@ class Limits:
     )
     json_depth: int = field(default=128, metadata=_count("deepest nesting of a JSON body", low=2, high=1000))
     connections: int = field(default=10_000, metadata=_count("open client connections", low=1))
-    sse_event_bytes: int = field(
-        default=16 * MIB, metadata=_bytes("largest event of a stream; beyond: event_too_large", low=KIB)
-    )
-    first_byte_timeout_sec: float = field(
     strangers_per_minute: int = field(
         default=60,
         metadata=_count(
             "attempts without a known API key that one address has, as many at once; beyond: 429", low=1
         ),
     )
+    sse_event_bytes: int = field(
+        default=16 * MIB, metadata=_bytes("largest event of a stream; beyond: event_too_large", low=KIB)
+    )
+    first_byte_timeout_sec: float = field(
         default=600.0, metadata=_seconds("until the provider's first byte; beyond: 504", low=0.01)
     )
     total_timeout_sec: float = field(default=3600.0, metadata=_seconds("for the whole answer", low=0.01))

@@ -132,13 +132,22 @@ class Dispatcher:
         """Whether spans are recorded: then requests should say their caller's trace context."""
         return self._tracer is not None
 
-    async def dispatch(self, request: DispatchRequest, prepare: PrepareCall) -> DispatchHandle:
+    async def dispatch(
+        self,
+        request: DispatchRequest,
+        prepare: PrepareCall,
+        *,
+        on_wait: Callable[[DispatchHandle], None] | None = None,
+    ) -> DispatchHandle:
         """Dispatch a request.
 
         Returns when the stream was opened on a Node; the answer comes to the sink of the prepared call in later turns
         of the loop, never before this returned. With a free slot nothing is awaited. An attempt that provably never
         reached its Node is repeated behind the scenes (EN-112): ``prepare`` is then called again and
         ``handle.target`` changes; the sink of the failed attempt gets nothing.
+
+        ``on_wait`` is called once when the request begins to wait, if it does; ``handle.waiting_behind`` then tells its
+        place. It must not raise.
 
         Sink errors: ``StreamError.code`` is the stable reason (``node_lost``, ``timeout``, ``aborted_by_admin``,
         ``edge_shutdown``, a queue reason when a repeat found no provider, or the Node's own: ``connect_failed``,
@@ -195,6 +204,9 @@ class Dispatcher:
         while True:
             if isinstance(answer, Waiting):
                 self._promise(handle, answer)
+                if on_wait is not None:
+                    on_wait(handle)
+                    on_wait = None
                 answer = await self._promised(handle)
             if isinstance(answer, Refusal):
                 raise handle.rejected(self._reject(record, error_of_refusal(answer, request.model)))

@@ -217,6 +217,11 @@ class DispatchHandle:
         return self._version_told if known == UNKNOWN_VERSION and self._version_told else known
 
     @property
+    def waiting_behind(self) -> int | None:
+        """How many will go before it, while it waits for a lease; ``None`` when it does not (EN-110)."""
+        return None if self._waiter is None else self._shell.pools.ahead_of(self._waiter)
+
+    @property
     def outcome(self) -> Outcome | None:
         """The recorded outcome, once there is one (EN-112)."""
         return self.record.outcome

@@ -85,12 +85,15 @@ class QueueSpec:
         no_capacity_grace_s: how long a pool without a live provider holds its waiters; above the reconnect interval,
             or a Node that comes back finds nobody.
         paused_timeout_s: time under a pause after which ``paused``.
+        comment_s: how often a waiting stream is told its place by a comment; 0: never, its answer then begins with its
+            provider's.
     """
 
     max_waiters: int = 1000
     timeout_s: float = 30.0
     no_capacity_grace_s: float = 15.0
     paused_timeout_s: float = 600.0
+    comment_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

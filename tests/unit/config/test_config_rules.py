@@ -124,6 +124,14 @@ def test_models_name_adapters_that_exist_and_names_mean_one_model() -> None:
     load_edge(sources(f"{nodes}\nmodels: [{{id: m, providers: [{good}]}}]"))
 
 
+@pytest.mark.clause("EN-110")
+def test_waiting_streams_are_told_their_place_never_or_not_too_often() -> None:
+    text = "models: [{{id: m, providers: [], queue: {{comment_sec: {}}}}}]"
+    assert "models[0].queue.comment_sec: must be 0 or at least 1" in problems_of(text.format(0.5))
+    assert "comment_sec" not in problems_of(text.format(1))
+    assert "comment_sec" not in problems_of(text.format(0))
+
+
 def test_api_keys_name_models_that_exist() -> None:
     assert "there is no model m" in problems_of(f"api_keys: [{{name: a, key: '{HASH}', models: [m]}}]")
 

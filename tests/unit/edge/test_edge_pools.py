@@ -167,6 +167,26 @@ def test_higher_priority_goes_first_and_the_position_says_how_many_stand_ahead()
     assert served == [high.waiter, normal.waiter, low.waiter]
 
 
+@pytest.mark.clause("EN-110")
+def test_every_waiter_can_learn_its_place_and_goes_when_it_is_first():
+    pools = one()
+    up(pools)
+    lease = take(pools)
+    waiters = [pools.acquire(demand(priority=priority), now=0.0).waiter for priority in (0, 5, 0, -1, 5)]
+    waiters.append(pools.acquire_again(demand(priority=0), now=0.0).waiter)
+    gone = waiters[2]
+    pools.cancel_wait(gone)
+    assert pools.ahead_of(gone) is None
+    left = [waiter for waiter in waiters if waiter != gone]
+    assert sorted(pools.ahead_of(waiter) for waiter in left) == list(range(len(left)))
+    while left:
+        first = next(waiter for waiter in left if pools.ahead_of(waiter) == 0)
+        (settled,) = pools.release(lease, Verdict.SUCCESS, now=0.0)
+        assert isinstance(settled, Granted) and settled.waiter == first
+        left.remove(first)
+        lease = settled.lease
+
+
 @pytest.mark.clause("EN-112")
 def test_a_request_that_returns_from_a_failed_attempt_goes_before_all_others():
     pools = one()

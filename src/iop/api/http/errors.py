@@ -190,6 +190,31 @@ def error_event(error: IopError, dialect: Dialect, *, newline: bytes = b"\n") ->
     return b"data: " + orjson.dumps({"error": _openai(error, status)}) + newline + newline
 
 
+def late_answer_event(status: int, body: bytes, dialect: Dialect) -> bytes:
+    """A whole answer as the last event of a stream that was begun before it came (SF-06, EN-110).
+
+    An error in the dialect's envelope, ours or the provider's, keeps its words; of anything else only the status is
+    told.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        value = None
+    if status >= 400 and isinstance(value, dict) and isinstance(error := value.get("error"), dict):
+        if dialect.is_anthropic:
+            return b"event: error\ndata: " + orjson.dumps(value) + b"\n\n"
+        if dialect is Dialect.RESPONSES:
+            value = {
+                "type": "error",
+                **{key: error.get(key) for key in ("code", "message", "param")},
+                "error": error,
+            }
+            return b"event: error\ndata: " + orjson.dumps(value) + b"\n\n"
+        return b"data: " + orjson.dumps(value) + b"\n\n"
+    told = f"The provider answered with status {status} and no event stream."
+    return error_event(Unavailable(told, reason="upstream_error", retry_after_s=1.0), dialect)
+
+
 def error_headers(error: IopError) -> HeaderList:
     """Header fields that go with an error of any surface: content type, ``Retry-After``, ``Allow``,
     ``Accept-Encoding``.

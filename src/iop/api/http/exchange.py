@@ -30,6 +30,9 @@ _STATUS_LINES: Final = {
 _BAD_VALUE: Final = re.compile(rb"[\x00\r\n]")
 _BODILESS: Final = frozenset({204, 304})
 
+LATE_BYTES_MAX: Final = 64 * 1024
+"""Most of an answer that is kept where only an error event can be made of it."""
+
 
 def no_room() -> Unavailable:
     """The budget of request bytes is exhausted (SF-12)."""
@@ -72,6 +75,7 @@ class Exchange:
         is_gone: the caller has left; writes do nothing.
         is_started: the answer has begun, so its status can no longer change.
         is_ended: the answer is whole or cut.
+        is_early: an event stream was begun before the answer was there (:meth:`start_early`).
         trailers: asked when a chunked answer ends well, for fields that were not known when it began.
     """
 
@@ -80,6 +84,10 @@ class Exchange:
         "_chunked",
         "_connection",
         "_head",
+        "_late",
+        "_late_bytes",
+        "_late_parts",
+        "_late_status",
         "_made",
         "_on_deadline",
         "_on_done",
@@ -92,6 +100,7 @@ class Exchange:
         "bytes_written",
         "data",
         "head",
+        "is_early",
         "is_ended",
         "is_gone",
         "is_started",
@@ -119,6 +128,12 @@ class Exchange:
         self._made = 0
         self._head: bytes | None = None
         """The answer's head while it waits, for the rest of this loop turn, to be sent with the body's first bytes."""
+        self.is_early = False
+        self._late: Callable[[int, bytes], bytes] | None = None
+        self._late_status = 0
+        self._late_parts: list[bytes] | None = None
+        """An answer that does not fit the event stream that had begun, as it comes."""
+        self._late_bytes = 0
         self._chunked = False
         self._silent = False
         self._remaining: int | None = None
@@ -128,6 +143,15 @@ class Exchange:
         self._on_writable: Callable[[], None] | None = None
 
     # ---- the request ----
+
+    @property
+    def peer_address(self) -> str:
+        """The network address that the connection comes from; empty where there is none."""
+        return self._connection.peer_address()
+
+    def close_after(self) -> None:
+        """Let this answer be the connection's last."""
+        self._connection.must_close = True
 
     def accept_body(self, *, limit_bytes: int, budgets: tuple[ByteBudget, ...]) -> None:
         """Set what this request's body may weigh and whose budgets hold it, the listener's first; only inside
@@ -144,15 +168,6 @@ class Exchange:
             if not budget.reserve(size_bytes):
                 for earlier in self._budgets[:taken]:
                     earlier.release(size_bytes)
-    @property
-    def peer_address(self) -> str:
-        """The network address that the connection comes from; empty where there is none."""
-        return self._connection.peer_address()
-
-    def close_after(self) -> None:
-        """Let this answer be the connection's last."""
-        self._connection.must_close = True
-
                 return False
         self._reserved += size_bytes
         return True
@@ -236,6 +251,11 @@ class Exchange:
         """Send a whole answer; its length is stated."""
         if self.is_gone or self.is_ended:
             return
+        if self.is_early:
+            self.start(status, headers)
+            self.write(body)
+            self.end()
+            return
         connection = self._connection
         lines = self._head_lines(status, headers)
         if status not in _BODILESS and status >= 200:
@@ -258,6 +278,33 @@ class Exchange:
         """Begin an answer whose body comes later; ``length`` None when it is not known."""
         if self.is_gone or self.is_started:
             return
+        self.is_started = True
+        if not self.is_early:
+            self._begin(status, headers, length)
+        elif not (200 <= status < 300 and _is_event_stream(headers)):
+            self._late_status = status
+            self._late_parts = []
+
+    def start_early(
+        self, headers: Sequence[tuple[bytes, bytes]], *, late: Callable[[int, bytes], bytes]
+    ) -> None:
+        """Begin an event stream before the answer is there, so that its caller can be told to wait.
+
+        The answer's own head comes too late then: an event stream goes on with its body alone. Of any other answer,
+        one that fails above all, ``late`` makes the stream's one last event, from its status and body.
+        """
+        if self.is_gone or self.is_started or self.is_early:
+            return
+        self.is_early = True
+        self._late = late
+        self._begin(200, headers, None)
+
+    def comment(self, line: bytes) -> None:
+        """A comment line on an event stream, also on one that was only begun early."""
+        if not (self.is_gone or self.is_ended):
+            self._send(line)
+
+    def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]], length: int | None) -> None:
         connection = self._connection
         lines = self._head_lines(status, headers)
         self._silent = self.head.method == b"HEAD" or status in _BODILESS
@@ -277,7 +324,6 @@ class Exchange:
         elif self.head.version == "1.0":
             lines.append(b"connection: keep-alive\r\n")
         lines.append(b"\r\n")
-        self.is_started = True
         # A head that is not alone costs no system call of its own: what one read of the wire brings of an answer
         # is mostly its head and its first bytes.
         self._head = b"".join(lines)
@@ -293,6 +339,14 @@ class Exchange:
         """Send body bytes. Never waits; look at ``is_writable`` afterwards."""
         if self.is_gone or self.is_ended or self._silent or not data:
             return
+        if self._late_parts is not None:
+            if self._late_bytes < LATE_BYTES_MAX:
+                self._late_parts.append(data)
+                self._late_bytes += len(data)
+            return
+        self._send(data)
+
+    def _send(self, data: bytes) -> None:
         size = len(data)
         self.bytes_written += size
         if self._chunked:
@@ -315,6 +369,8 @@ class Exchange:
         if self._remaining and not self._silent:
             self.cut()
             return
+        if self._late_parts is not None and self._late is not None:
+            self._send(self._late(self._late_status, b"".join(self._late_parts)))
         self.is_ended = True
         if self._chunked:
             self._put(b"0\r\n%b\r\n" % self._trailer_lines())
@@ -350,7 +406,7 @@ class Exchange:
             return
         self.is_gone = True
         self._head = None
-        self.trailers = None
+        self.trailers = self._late = self._late_parts = None
         self.release_body()
         callback, self._on_gone = self._on_gone, None
         self._on_writable = self._on_deadline = None
@@ -378,7 +434,7 @@ class Exchange:
 
     def _finish(self, *, cut: bool) -> None:
         self._send_head()
-        self.trailers = None
+        self.trailers = self._late = self._late_parts = None
         self.release_body()
         self._on_gone = self._on_writable = self._on_deadline = None
         self._tell_done()
@@ -405,3 +461,14 @@ class Exchange:
                 if _BAD_VALUE.search(value) is None and _BAD_VALUE.search(name) is None
             ]
         return lines
+
+
+def _is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Whether these name an event stream in clear."""
+    kind = coding = b""
+    for name, value in headers:
+        if name == b"content-type":
+            kind = value.lower()
+        elif name == b"content-encoding":
+            coding = value.strip().lower()
+    return kind.startswith(b"text/event-stream") and coding in (b"", b"identity")

@@ -33,6 +33,7 @@ from iop.api.http.matrix import FindReport, SurfaceMatrix, nobody_told
 from iop.api.http.metrics import SurfaceFigures
 from iop.api.http.models import list_models, model_entry
 from iop.api.http.openapi import DESCRIPTION_PATH, describe
+from iop.api.http.pulse import comment_while_waiting
 from iop.api.http.relay import CountRelay, Relay
 from iop.api.http.rewrite import REASONING_NAMES, answer_rewrite, rewritten_parts
 from iop.api.http.routing import Routes
@@ -78,8 +79,14 @@ class DispatchPort(Protocol):
         """Whether spans are recorded: then requests say their caller's trace context."""
         ...
 
-    async def dispatch(self, request: DispatchRequest, prepare: PrepareCall) -> DispatchHandle:
-        """Wait for a lease and open the stream under it."""
+    async def dispatch(
+        self,
+        request: DispatchRequest,
+        prepare: PrepareCall,
+        *,
+        on_wait: Callable[[DispatchHandle], None] | None = None,
+    ) -> DispatchHandle:
+        """Wait for a lease and open the stream under it; ``on_wait`` is called when it begins to wait."""
         ...
 
     def record_rejection(self, request_id: RequestId, model: str, reason: str, *, caller: str = "") -> None:
@@ -323,7 +330,9 @@ class EdgeHttp:
         visit.fields = fields
         visit.is_dispatched = True  # from here on, dispatch records how it ends
         try:
-            handle = await self._dispatch.dispatch(request, partial(self._prepare, exchange))
+            handle = await self._dispatch.dispatch(
+                request, partial(self._prepare, exchange), on_wait=partial(self._tell_place, exchange)
+            )
         except Unsupported as error:
             if operation.name != "count_tokens" or not _offers_messages(error):
                 raise
@@ -334,6 +343,18 @@ class EdgeHttp:
             return
         visit.handle = handle
         visit.relay.bind(handle)
+
+    def _tell_place(self, exchange: Exchange, handle: DispatchHandle) -> None:
+        """A stream begins to wait: tell its caller its place from time to time, where the model's queue is set so."""
+        operation, visit = exchange.data
+        if operation.dialect is Dialect.PLAIN or not visit.fields.is_stream:
+            return
+        model = self._find_snapshot().find_model(visit.model)
+        if model is not None and model.queue.comment_s:
+            headers = [(b"x-request-id", visit.request_id.encode("ascii"))]
+            comment_while_waiting(
+                exchange, handle, every_s=model.queue.comment_s, headers=headers, dialect=operation.dialect
+            )
 
     def _prepare(self, exchange: Exchange, target: ServedTarget) -> TunnelCall | RunCall:
         """Build the provider's request once it is known who serves it (EN-54), and the sink of its answer."""
@@ -460,7 +481,9 @@ class EdgeHttp:
         def trailers() -> HeaderList:
             last = handle.weight_version
             return (
-                [(b"x-iop-weight-version-last", last.encode("utf-8", "replace"))] if last != version else []
+                [(b"x-iop-weight-version-last", last.encode("utf-8", "replace"))]
+                if last != version or exchange.is_early  # then no header told the first one
+                else []
             )
 
         exchange.trailers = trailers

@@ -1,6 +1,6 @@
-"""Signs of life on streams that a KEEP pause froze.
+"""Signs of life on streams that wait in a queue or that a KEEP pause froze.
 
-A frozen stream may be silent for minutes, and what stands between (load balancers, proxies, clients) takes silence for
+Such a stream may be silent for minutes, and what stands between (load balancers, proxies, clients) takes silence for
 a dead peer. So the Edge adds a comment now and then, between events, where SF-03 allows it; parsers skip it. It is one
 line without a blank one, which some parsers would take for the end of an empty event.
 """
@@ -11,14 +11,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from iop.api.http.errors import Dialect, late_answer_event
 from iop.api.http.exchange import Exchange
+from iop.api.http.head import HeaderList
+from iop.edge.handle import DispatchHandle
 
-__all__ = ["beat_while_frozen"]
+__all__ = ["beat_while_frozen", "comment_while_waiting"]
 
 BEAT_S: Final = 10.0
 """Seconds between looks at a stream; idle limits of proxies begin at 30 s."""
 
 COMMENT: Final = b": paused\n"
+
+_EVENTS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+)
 
 
 def beat_while_frozen(exchange: Exchange, is_frozen: Callable[[], bool]) -> None:
@@ -34,3 +42,27 @@ def _beat(exchange: Exchange, is_frozen: Callable[[], bool]) -> None:
     if is_frozen() and exchange.is_writable:
         exchange.write(COMMENT)
     beat_while_frozen(exchange, is_frozen)
+
+
+def comment_while_waiting(
+    exchange: Exchange, handle: DispatchHandle, *, every_s: float, headers: HeaderList, dialect: Dialect
+) -> None:
+    """Tell the caller of a stream its place in the queue every ``every_s`` seconds, the first time after as many.
+
+    The first comment begins the answer: from then on whatever goes wrong is an event (EN-110, SF-06).
+    """
+    if not (exchange.is_ended or exchange.is_gone or exchange.is_started):
+        exchange.after(every_s, partial(_tell_place, exchange, handle, every_s, headers, dialect))
+
+
+def _tell_place(
+    exchange: Exchange, handle: DispatchHandle, every_s: float, headers: HeaderList, dialect: Dialect
+) -> None:
+    behind = handle.waiting_behind
+    if behind is None:
+        return  # its provider has it, and says when it lives
+    place = (b"x-iop-queue-position", b"%d" % behind)
+    exchange.start_early([*_EVENTS, *headers, place], late=partial(late_answer_event, dialect=dialect))
+    if exchange.is_writable:
+        exchange.comment(b": waiting behind %d\n" % behind)
+    comment_while_waiting(exchange, handle, every_s=every_s, headers=headers, dialect=dialect)

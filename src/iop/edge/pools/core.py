@@ -354,6 +354,14 @@ class Pools:
         """Whether this one still waits."""
         return waiter in self._where
 
+    def ahead_of(self, waiter: WaiterId) -> int | None:
+        """How many of its class will go before this waiter, as things stand; ``None`` when it waits no more."""
+        place = self._where.get(waiter)
+        if place is None:
+            return None
+        model, key = place
+        return self._queues[model].classes[key].ahead_of(waiter)
+
     def queue_depth(self, model: ModelId) -> int:
         """Waiters of one model."""
         queue = self._queues.get(model)

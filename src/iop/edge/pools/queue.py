@@ -78,6 +78,14 @@ class _Lane:
         else:
             self._fresh[waiter.id] = waiter
 
+    def ahead_of(self, waiter_id: WaiterId) -> int:
+        for ahead, waiter in enumerate(self._returning):
+            if waiter.id == waiter_id:
+                return ahead
+        return len(self._returning) + next(
+            (ahead for ahead, other in enumerate(self._fresh) if other == waiter_id), len(self._fresh)
+        )
+
     def head(self) -> Waiter:
         return self._returning[0] if self._returning else next(iter(self._fresh.values()))
 
@@ -141,6 +149,12 @@ class WaitClass:
         lane.add(waiter, is_returning=is_returning)
         self._arrivals[waiter.id] = waiter
         return 0 if is_returning else ahead
+
+    def ahead_of(self, waiter_id: WaiterId) -> int:
+        """How many will go before this waiter, as things stand. Steps grow with those of its own priority."""
+        priority = self._arrivals[waiter_id].demand.priority
+        above = sum(len(self._by_priority[p]) for p in self._priorities if p > priority)
+        return above + self._by_priority[priority].ahead_of(waiter_id)
 
     def head(self) -> Waiter | None:
         """Who is next: highest priority, then first come."""
