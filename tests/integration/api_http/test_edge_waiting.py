@@ -177,3 +177,24 @@ async def test_the_official_client_reads_over_the_comments() -> None:
                     await listener.read_until(b": waiting behind 0\n")
                 door.may_end.set()
             assert asked.result() == "hello"
+
+
+@pytest.mark.clause("EN-110", "SF-02")
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_converted_stream_waits_in_the_callers_dialect(is_refused: bool) -> None:
+    refusal = whole_answer(b'{"error":{"message":"too long","code":"context"}}', status=b"400 Bad Request")
+    async with fleet_of(capacity=1, queue=PATIENT, operations=frozenset({"chat_completions"})) as fleet:
+        door = Door(fleet, rest=refusal if is_refused else None)
+        await door.hold()
+        messages = (
+            b'{"model":"fast","max_tokens":5,"stream":true,"messages":[{"role":"user","content":"hi"}]}'
+        )
+        caller = await waiting_caller(fleet, "late", messages, "/v1/messages")
+        await caller.read_until(b": waiting behind 0\n")
+        door.may_end.set()
+        seen = await caller.read_until(b"\r\n0\r\n")
+        if is_refused:
+            assert b"event: error\n" in seen and b"too long" in seen and b"message_stop" not in seen
+        else:
+            assert b"event: message_start\n" in seen and b"hello" in seen and b"event: message_stop\n" in seen
+        await fleet.settled()
