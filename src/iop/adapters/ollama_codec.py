@@ -36,7 +36,17 @@ _WHOLE_OPTIONS: Final = {"top_k": "top_k", "seed": "seed"}
 """Sampling only. Options that concern loading (context size, threads, GPU layers) reload the model for
 everybody when they differ, so they are never taken from a caller."""
 
-_UNSUPPORTED: Final = ("logprobs", "logit_bias", "parallel_tool_calls")
+_UNSUPPORTED: Final = (
+    "logprobs",
+    "logit_bias",
+    "functions",
+    "function_call",
+    "audio",
+    "echo",
+    "suffix",
+    "web_search_options",
+)
+"""Fields that change the answer and that this backend has no words for."""
 
 
 def chat_request(run: RunRequest, *, keep_alive: str, is_fallback: bool) -> bytes:
@@ -61,8 +71,11 @@ def chat_request(run: RunRequest, *, keep_alive: str, is_fallback: bool) -> byte
     for name in _UNSUPPORTED:
         if body.get(name):
             raise InvalidRequest(f"{name}: not offered by this backend", reason="UNSUPPORTED_FIELD")
-    if read_number(body, "n", whole=True) not in {None, 1}:
-        raise InvalidRequest("n: this backend gives one choice", reason="UNSUPPORTED_FIELD")
+    for name in ("n", "best_of"):
+        if read_number(body, name, whole=True) not in {None, 1}:
+            raise InvalidRequest(f"{name}: this backend gives one choice", reason="UNSUPPORTED_FIELD")
+    if body.get("modalities") not in (None, [], ["text"]):
+        raise InvalidRequest("modalities: this backend answers in text", reason="UNSUPPORTED_FIELD")
     messages = read_messages(body)
     tools = read_tools(body)
     request: dict[str, Any] = {"model": run.target, "stream": True, "options": _options(body)}
@@ -71,6 +84,10 @@ def chat_request(run: RunRequest, *, keep_alive: str, is_fallback: bool) -> byte
             messages, text_tools.instruction(tools, body.get("tool_choice"))
         )
     elif tools:
+        if body.get("tool_choice") not in (None, "auto"):
+            raise InvalidRequest(
+                "tool_choice: this backend lets the model choose", reason="UNSUPPORTED_FIELD"
+            )
         request["tools"] = tools
     request["messages"] = _messages(messages)
     wanted = body.get("response_format")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ from iop.testing.adapter_suite import (
     chunk,
     plain_answer,
 )
-from iop.testing.waiting import PATIENCE_S
+from iop.testing.waiting import PATIENCE_S, free_ports
 from iop.wire.messages import AdapterConfig, OllamaSettings, RunEventType, RunRequest
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -120,10 +119,7 @@ class Rig:
 
     @contextlib.asynccontextmanager
     async def unreachable(self) -> AsyncIterator[Adapter]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        async with running(f"http://127.0.0.1:{port}") as adapter:
+        async with running(f"http://127.0.0.1:{free_ports(1)[0]}") as adapter:
             yield adapter
 
 
@@ -345,6 +341,12 @@ async def test_an_error_answer_is_told_by_its_status(
         },
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
         {"tools": [{"type": "web_search"}]},
+        {"best_of": 2},
+        {"functions": [{"name": "f"}]},
+        {"modalities": ["text", "audio"]},
+        {"echo": True},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
     ],
 )
 async def test_what_cannot_be_said_is_refused_before_the_engine(rig: Rig, fields: dict[str, Any]) -> None:

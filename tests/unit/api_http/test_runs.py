@@ -226,6 +226,28 @@ def test_text_becomes_tool_calls_only_under_the_mark(is_stream: bool, is_marked:
         assert (text, reason, calls) == (" " + TOLD, "stop", [])
 
 
+@pytest.mark.clause("SF-10", "EN-65", "EN-66")
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_caller_that_wants_one_call_gets_the_first(is_stream: bool, is_native: bool) -> None:
+    two = [{"name": name, "arguments": {}} for name in ("first", "second")]
+    native = [{"id": "c", "type": "function", "function": {**call, "arguments": "{}"}} for call in two]
+    metadata = (
+        {"openai_tool_calls": json.dumps(native)} if is_native else {"openai_text_tool_fallback": "true"}
+    )
+    told = "" if is_native else json.dumps({"tool_calls": two})
+    done = RunEvent(type=RunEventType.COMPLETE, finish_reasons=("stop",), metadata=metadata)
+    for has_one_call, names in ((True, ["first"]), (False, ["first", "second"])):
+        scene = Scene(is_stream=is_stream, has_tools=True, has_one_call=has_one_call)
+        scene.play(START, RunEvent(type=RunEventType.DELTA, delta=told), done)
+        if is_stream:
+            deltas = [event["choices"][0]["delta"] for event in scene.events]
+            calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        else:
+            calls = json.loads(scene.body)["choices"][0]["message"]["tool_calls"]
+        assert [call["function"]["name"] for call in calls] == names
+
+
 @pytest.mark.clause("SF-10", "EN-66")
 def test_text_that_is_no_call_does_not_wait_for_the_end() -> None:
     scene = Scene(is_stream=True, has_tools=True).play(START, HELLO)

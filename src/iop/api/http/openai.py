@@ -462,6 +462,7 @@ class EdgeHttp:
             has_usage=fields.is_stream and options is not None and _wants_usage(options),
             has_tools="tools" in fields.raw,
             has_both_names=REASONING_NAMES in target.rewrites,
+            has_one_call=_is_false(fields.raw.get("parallel_tool_calls")),
             bytes_max=self._limits.sse_event_bytes,
             begin=self._begin_answer,
             fail=self.on_error,
@@ -593,6 +594,10 @@ def _run_call(exchange: Exchange, operation: _Operation, visit: _Visit, target: 
         traceparent="" if trace is None else trace.traceparent,
         tracestate="" if trace is None else trace.state,
     )
+
+
+def _is_false(value: msgspec.Raw | None) -> bool:
+    return value is not None and bytes(value) == b"false"
 
 
 def _wants_usage(options: msgspec.Raw) -> bool:

@@ -64,6 +64,7 @@ class RunRelay:
         has_usage: whether a stream ends with a usage event.
         has_both_names: whether reasoning is said under both of its names (SF-15).
         has_tools: whether the caller offered tools: then text that begins like a call waits for the end.
+        has_one_call: whether the caller wants one tool call at most: others that a backend made do not pass.
         bytes_max: most text that a whole answer may gather.
         begin: called at the first byte with the status; returns headers of ours.
         fail: answers an error before the first byte.
@@ -80,6 +81,7 @@ class RunRelay:
         "_fail",
         "_handle",
         "_has_both_names",
+        "_has_one_call",
         "_has_tools",
         "_has_usage",
         "_is_stream",
@@ -98,6 +100,7 @@ class RunRelay:
         has_usage: bool,
         has_tools: bool,
         has_both_names: bool = False,
+        has_one_call: bool = False,
         bytes_max: int,
         begin: Callable[[Exchange, DispatchHandle, int], HeaderList],
         fail: Callable[[Exchange, IopError], None],
@@ -108,6 +111,7 @@ class RunRelay:
         self._has_usage = has_usage
         self._has_tools = has_tools
         self._has_both_names = has_both_names
+        self._has_one_call = has_one_call
         self._bytes_max = bytes_max
         self._begin = begin
         self._fail = fail
@@ -232,6 +236,8 @@ class RunRelay:
             own_calls = calls if index == 0 else []
             if not own_calls and event.metadata.get(_FALLBACK_MARK) == "true":
                 own_calls = self._told_calls(choice)
+            if self._has_one_call:
+                own_calls = own_calls[:1]
             if own_calls:
                 reason = "tool_calls"
             if choice.held:

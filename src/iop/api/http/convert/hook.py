@@ -108,6 +108,7 @@ class Conversion:
             has_usage=plan.is_stream,
             has_tools=plan.has_tools,
             has_both_names=False,  # what is converted is read by one
+            has_one_call=plan.has_one_call,
             bytes_max=self._bytes_max,
             begin=self._begin_answer,
             fail=self._fail_answer,

@@ -75,6 +75,7 @@ class Plan:
         made_bytes: what was made for it and is held besides the caller's bytes.
         dropped: fields that were let go.
         echo: what the answer repeats of the caller's request.
+        has_one_call: whether the caller wants one tool call at most.
         has_usage: whether the caller asked for a usage chunk.
     """
 
@@ -84,6 +85,7 @@ class Plan:
     parts: Sequence[bytes]
     made_bytes: int
     has_tools: bool
+    has_one_call: bool
     is_stream: bool
     dropped: tuple[str, ...]
     echo: Mapping[str, Any]
@@ -179,6 +181,7 @@ def plan_request(
         parts=[text] if strings is None else strings.expand(text),
         made_bytes=len(text) + (0 if strings is None else len(raw)),
         has_tools="tools" in made,
+        has_one_call=made.get("parallel_tool_calls") is False,
         is_stream=made.get("stream") is True,
         dropped=tuple(losses.dropped),
         echo=echo if strings is None else strings.restore(echo),
