@@ -39,8 +39,8 @@ from iop.api.http.rewrite import REASONING_NAMES, answer_rewrite, rewritten_part
 from iop.api.http.routing import Routes
 from iop.api.http.runs import RunRelay
 from iop.api.http.splice import RequestFields, read_fields
-from iop.core.clock import Clock
 from iop.api.strangers import Strangers
+from iop.core.clock import Clock
 from iop.core.errors import InvalidRequest, IopError, NotFound, Unauthenticated, Unsupported
 from iop.core.ids import RequestId
 from iop.edge.calls import (
@@ -162,6 +162,7 @@ class EdgeHttp:
         clock: for times that are shown.
         make_id: makes request ids.
         find_report: what a Node last told of one of its engines.
+        strangers: how often an address may come without a key; None: as often as it likes.
 
     Attributes:
         figures: what it counts.
@@ -169,7 +170,6 @@ class EdgeHttp:
 
     def __init__(
         self,
-        strangers: how often an address may come without a key; None: as often as it likes.
         dispatch: DispatchPort,
         *,
         find_snapshot: Callable[[], EdgeSnapshot],
@@ -178,6 +178,7 @@ class EdgeHttp:
         clock: Clock,
         make_id: Callable[[], str],
         find_report: FindReport = nobody_told,
+        strangers: Strangers | None = None,
     ) -> None:
         self._dispatch = dispatch
         self._find_snapshot = find_snapshot
@@ -185,7 +186,7 @@ class EdgeHttp:
         self._limits = limits
         self._clock = clock
         self._make_id = make_id
-        strangers: Strangers | None = None,
+        self._strangers = strangers
         self._matrix = SurfaceMatrix(find_report, limits=limits)
         self._budget = ByteBudget(limits.buffered_bytes)
         self._lane = BulkLane()
@@ -193,7 +194,6 @@ class EdgeHttp:
         self._routes: Routes[_Operation | Callable[[Exchange, _Visit], None]] = Routes(
             {
                 (b"GET", b"/v1/models"): self._list_models,
-        self._strangers = strangers
                 (b"GET", DESCRIPTION_PATH.encode()): self._describe,
                 **{(b"POST", operation.path.encode("ascii")): operation for operation in _OPERATIONS},
             },
@@ -228,13 +228,6 @@ class EdgeHttp:
         exchange.when_done(caller.leave)
         exchange.accept_body(limit_bytes=self._limits.body_bytes, budgets=(self._budget, caller.budget))
 
-    def on_request(self, exchange: Exchange, body: Sequence[bytes]) -> None:
-        """Describe the request and dispatch it."""
-        route, visit = exchange.data
-        if not isinstance(route, _Operation):
-            route(exchange, visit)
-            return
-        size = len(body[0]) if len(body) == 1 else sum(map(len, body))
     def _identify(self, exchange: Exchange, keys: ApiKeys) -> Caller:
         """Who asks. Attempts that fail are counted by their address; those beyond its rate cost the connection, too."""
         try:
@@ -248,6 +241,13 @@ class EdgeHttp:
             exchange.close_after()
             raise answer from None
 
+    def on_request(self, exchange: Exchange, body: Sequence[bytes]) -> None:
+        """Describe the request and dispatch it."""
+        route, visit = exchange.data
+        if not isinstance(route, _Operation):
+            route(exchange, visit)
+            return
+        size = len(body[0]) if len(body) == 1 else sum(map(len, body))
         if size > BULK_BYTES:
             exchange.run(self._serve_bulk(exchange, visit, route, body), name="http-bulk", is_eager=True)
             return
