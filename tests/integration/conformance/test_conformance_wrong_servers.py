@@ -15,10 +15,14 @@ from iop.conformance.model import Check, CheckResult, Outcome
 from iop.conformance.runner import run_suite
 from iop.testing.conformance_site import ConformanceSite, Recipe
 from iop.testing.wrong_servers import DEFECTS, Defect
-from iop.testing.wrong_servers.serving import WithoutKinds
+from iop.testing.wrong_servers.serving import ONE_AT_ONCE, CannotPutBack, WithoutKinds
 
 CHECKS = {one.check_id: one for one in all_checks()}
-ONLY_OF_OTHER_SERVERS = {"AD-15-kinds-refused": Recipe(fleet=WithoutKinds)}
+ONLY_OF_OTHER_SERVERS = {
+    "AD-15-kinds-refused": Recipe(fleet=WithoutKinds),
+    "AD-18-limit": Recipe(limits=ONE_AT_ONCE),
+    "AD-43-irreversible": Recipe(fleet=CannotPutBack),
+}
 """Checks of what the right server offers no occasion for, and one that does."""
 CHEAP = sorted(
     i for i in CHECKS if i.split("-")[1] in {"03", "04", "10", "11", "13", "14", "16", "17", "21", "23"}
@@ -54,9 +58,12 @@ async def test_the_right_server_passes_everything() -> None:
 
 @pytest.mark.slow
 @pytest.mark.clause("AD-102")
-@pytest.mark.parametrize("check_id", ONLY_OF_OTHER_SERVERS)
-async def test_a_right_server_that_gives_occasion_passes(check_id: str) -> None:
-    results = await judged(ONLY_OF_OTHER_SERVERS[check_id], [CHECKS[check_id]])
+@pytest.mark.parametrize(
+    ("check_id", "recipe"),
+    [*ONLY_OF_OTHER_SERVERS.items(), ("AD-32-irreversible", Recipe(fleet=CannotPutBack))],
+)
+async def test_a_right_server_that_gives_occasion_passes(check_id: str, recipe: Recipe) -> None:
+    results = await judged(recipe, [CHECKS[check_id]])
     assert results[check_id].outcome is Outcome.PASS, results[check_id].detail
 
 

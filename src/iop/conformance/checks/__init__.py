@@ -22,6 +22,7 @@ from iop.conformance.checks import (
     revisions,
     service,
     shape,
+    tensors,
     traffic,
     unknown,
     weights,
@@ -49,6 +50,7 @@ _FAMILIES: tuple[ModuleType, ...] = (
     cancelling,
     traffic,
     weights,
+    tensors,
     faults,
     restarts,
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 
 from iop.conformance.bench import Bench
 from iop.conformance.messages import pb
-from iop.conformance.model import CheckSkipped, check, require
+from iop.conformance.model import CheckNotRun, CheckSkipped, check, require
 
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -59,3 +61,39 @@ async def a_harder_pause_takes_over(bench: Bench) -> None:
         wants="the successor's alone",
     )
     await bench.resumed(offer, epoch)
+
+
+@check("AD-18-limit", clauses=["AD-50"], timeout_s=60.0)
+async def no_more_than_advertised_at_once(bench: Bench) -> None:
+    """With as many operations running as limits.max_concurrent_operations says, one more is RESOURCE_EXHAUSTED."""
+    offer = await bench.offer()
+    offer.need("Pause", "Resume")
+    most = offer.profile.limits.max_concurrent_operations
+    groups: dict[str, list[str]] = {}
+    for participant in offer.who("Pause"):
+        groups.setdefault(participant.group_id or participant.participant_id, []).append(
+            participant.participant_id
+        )
+    if len(groups) <= most:
+        raise CheckSkipped(f"{len(groups)} groups cannot have more than {most} operations at once")
+
+    def pause_of(ids: list[str]) -> Any:
+        request = offer.pause(bench.key())
+        request.target.participants.CopyFrom(pb.ParticipantSelector(participant_ids=ids))
+        return request
+
+    *busy, last = list(groups.values())[: most + 1]
+    async with bench.held():
+        streams = [bench.open("Pause", pause_of(ids)) for ids in busy]
+        started = [(await stream.first()).operation_id for stream in streams]
+        states = [(await bench.get(operation)).state for operation in started]
+        if any(state == pb.ADMIN_OPERATION_STATE_SUCCEEDED for state in states):
+            raise CheckNotRun("the work to wait for does not hold up a pause of every group")
+        request = pause_of(last)
+        answer = await bench.call("Pause", request)
+        answer.refused(grpc.StatusCode.RESOURCE_EXHAUSTED, where=f"one operation more than {most} at once")
+        await bench.let_go()
+        for stream in streams:
+            require((await stream.rest()).completed, saw="nothing", wants="completion")
+    later = await bench.call("Pause", request)
+    require(later.is_ok, saw=f"refused afterwards: {later.told()}", wants="acceptance once others have ended")

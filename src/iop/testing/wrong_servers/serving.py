@@ -10,21 +10,28 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from iop.admin import capability, planner, spool
 from iop.admin.enums import AdminOperationKind
+from iop.admin.profile import AdminLimits
+from iop.admin.requests import InlineTensorSource
 from iop.admin.steps import ParticipantOutcome, StepCall, WorkCounts
 from iop.api.grpc import listeners
 from iop.api.grpc.inference_service import INFERENCE_SERVICE
 from iop.api.grpc.interceptors import AuthInterceptor
 from iop.api.grpc.server import GrpcListener, GrpcService
+from iop.core.errors import IopError, Unsupported
 from iop.pb.openengine.v1 import generation_pb2, openengine_pb2, openengine_pb2_grpc, server_pb2
 from iop.testing.conformance_site import Recipe, SiteFleet
 from iop.testing.site_inference import GROUP, SiteInference
 from iop.testing.wrong_servers.defect import Defect, patched
 
-__all__ = ["DEFECTS", "WithoutKinds"]
+__all__ = ["DEFECTS", "ONE_AT_ONCE", "CannotPutBack", "WithoutKinds"]
 
 _is_public = AuthInterceptor._is_public
 _admin_listener = listeners.admin_listener
+_refusals = planner.refusals
+_spool = spool.spool
+_capability_refusals = capability.capability_refusals
 
 
 class _ServesThroughPauses(SiteInference):
@@ -90,13 +97,41 @@ class WithoutKinds(SiteFleet):
             rank.capabilities = replace(rank.capabilities, operations=rank.capabilities.operations - less)
 
 
+class CannotPutBack(SiteFleet):
+    """A fleet that keeps no replaced weights, and does not tell where those of its start can be read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for rank in self.ranks.values():
+            rank.capabilities = replace(rank.capabilities, holds_previous_weights=False)
+
+
+async def _spool_any_bytes(journal: Any, request: Any) -> Any:
+    source = getattr(request, "source", None)
+    if isinstance(source, InlineTensorSource):
+        tensors = tuple(replace(tensor, sha256=b"") for tensor in source.tensors)
+        request = replace(request, source=InlineTensorSource(tensors=tensors))
+    return await _spool(journal, request)
+
+
+def _no_limit(inp: Any, snapshot: Any) -> Iterator[IopError]:
+    return (refusal for refusal in _refusals(inp, snapshot) if refusal.reason != "TOO_MANY_OPERATIONS")
+
+
+def _no_inline(request: Any, chosen: Any) -> Iterator[IopError]:
+    if isinstance(getattr(request, "source", None), InlineTensorSource):
+        yield Unsupported("not by tensors", reason="UNSUPPORTED_BY_PARTICIPANT")
+    yield from _capability_refusals(request, chosen)
+
+
 def _with_inference(*arguments: Any, **options: Any) -> GrpcListener:
     """The admin listener, with inference on it."""
     listener = _admin_listener(*arguments, **options)
     fleet = SiteFleet()
 
     def register(server: grpc.aio.Server) -> None:
-        openengine_pb2_grpc.add_InferenceServicer_to_server(_ServesThroughPauses(fleet), server)  # type: ignore[no-untyped-call,unused-ignore]
+        everybody = _ServesThroughPauses(fleet)  # type: ignore[abstract]
+        openengine_pb2_grpc.add_InferenceServicer_to_server(everybody, server)  # type: ignore[no-untyped-call,unused-ignore]
 
     service = GrpcService(
         name=INFERENCE_SERVICE,
@@ -139,6 +174,10 @@ def _guesses(request: Any, parse: Callable[[bytes], Any] | None) -> Any:
         return message
 
 
+def _accepts(*_arguments: Any, **_options: Any) -> None:
+    return None
+
+
 def _nothing(*_arguments: Any, **_options: Any) -> Iterator[Any]:
     return iter(())
 
@@ -147,7 +186,43 @@ def _inference(name: str, check_id: str, inference: Callable[[SiteFleet], SiteIn
     return Defect(name=name, caught_by=(check_id,), recipe=Recipe(inference=inference))
 
 
+ONE_AT_ONCE = AdminLimits(max_concurrent_operations=1)
+"""So that a fleet of two groups can have one operation too many."""
+
 DEFECTS = (
+    Defect(
+        name="more operations at once than advertised",
+        caught_by=("AD-18-limit",),
+        recipe=Recipe(limits=ONE_AT_ONCE),
+        patch=patched("iop.admin.planner.refusals", _no_limit),
+    ),
+    Defect(
+        name="weights are replaced that cannot be put back",
+        caught_by=("AD-32-irreversible",),
+        recipe=Recipe(fleet=CannotPutBack),
+        patch=patched("iop.admin.legality._update_refusals", _nothing),
+    ),
+    Defect(
+        name="weights are discarded that cannot be reloaded",
+        caught_by=("AD-43-irreversible",),
+        recipe=Recipe(fleet=CannotPutBack),
+        patch=patched("iop.admin.legality._release_refusals", _nothing),
+    ),
+    Defect(
+        name="tensors in the request are offered and refused",
+        caught_by=("AD-45-inline",),
+        patch=patched("iop.admin.planner.capability_refusals", _no_inline),
+    ),
+    Defect(
+        name="tensors in the request are not checked",
+        caught_by=("AD-45-inline-shape",),
+        patch=patched("iop.admin.shape._check_inline", _accepts),
+    ),
+    Defect(
+        name="the digest of tensors is ignored",
+        caught_by=("AD-45-inline-digest",),
+        patch=patched("iop.admin.core.spool", _spool_any_bytes),
+    ),
     Defect(
         name="inference on the admin listener",
         caught_by=("AD-02-apart",),
