@@ -82,7 +82,8 @@ from iop.testing.adapter_suite import (
     tunnel_request,
 )
 from iop.testing.fake_participants import FaultKind
-from iop.testing.waiting import PATIENCE_S, eventually
+from iop.testing.tcp_relay import TcpRelay
+from iop.testing.waiting import PATIENCE_S, SOON_S, eventually, free_ports
 from iop.wire.messages import (
     AdapterConfig,
     OpenAICompatSettings,
@@ -93,9 +94,7 @@ from iop.wire.messages import (
 
 
 def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @contextlib.asynccontextmanager
@@ -320,7 +319,7 @@ async def test_a_cancel_while_connecting_ends_at_once() -> None:
             for _ in range(20):
                 await asyncio.sleep(0.001)
             run.cancel()
-            await eventually(task.done, within_s=1)
+            await eventually(task.done, within_s=SOON_S)
         assert run.terminal is not None
         assert run.terminal.type is RunEventType.CANCELLED
 
@@ -630,21 +629,63 @@ async def test_a_refused_token_fails_the_step_and_never_shows(admin: AdminRig, t
     assert admin.adapter.capabilities.admin_refusal == ""
 
 
+async def _give_up(admin: AdminRig, call: StepCall, reached: asyncio.Event) -> None:
+    """Begin a step and leave it once the engine is at it."""
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        given_up = tasks.create_task(admin.adapter.execute_step(call, lambda _: None))
+        await reached.wait()
+        given_up.cancel()
+
+
 @pytest.mark.clause("AD-22", "AD-36")
 async def test_a_step_that_is_given_up_goes_on_and_its_repetition_attaches(admin: AdminRig) -> None:
     fleet = admin.engine.world.fleet
-    gate = asyncio.Event()
+    reached, gate = asyncio.Event(), asyncio.Event()
     execute = fleet.execute
 
     async def slow(call: StepCall, report: ProgressSink) -> StepResult:
+        reached.set()
         await gate.wait()
         return await execute(call, report)
 
     fleet.execute = slow  # type: ignore[method-assign]
     call = step_call(admin.adapter, pause(), operation="op-h")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.3):
-            await admin.adapter.execute_step(call, lambda _: None)
+    await _give_up(admin, call, reached)
+    gate.set()
+    async with asyncio.timeout(PATIENCE_S):
+        assert_all_ok(await admin.adapter.execute_step(call, lambda _: None))
+    assert admin.steps_of(PauseStep) == 1
+
+
+@pytest.mark.clause("AD-25", "AD-36")
+async def test_an_engine_that_goes_in_the_midst_of_a_step_is_away_and_a_repetition_attaches_when_it_is_back(
+    admin: AdminRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("iop.adapters.openengine.admin_rpc.REATTACH_MAX_S", 0.1)
+    fleet = admin.engine.world.fleet
+    reached, gate = asyncio.Event(), asyncio.Event()
+    execute = fleet.execute
+
+    async def slow(call: StepCall, report: ProgressSink) -> StepResult:
+        reached.set()
+        await gate.wait()
+        return await execute(call, report)
+
+    fleet.execute = slow  # type: ignore[method-assign]
+    async with contextlib.AsyncExitStack() as line:
+        relay = await line.enter_async_context(TcpRelay(admin.engine.address).running())
+        settings = dataclasses.replace(admin.settings, admin_target=relay.address)
+        async with running(settings) as adapter, asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+            await adapter.probe()
+            call = step_call(adapter, pause(), operation="op-a")
+
+            async def is_told_as_away() -> None:
+                with pytest.raises(Unavailable):
+                    await adapter.execute_step(call, lambda _: None)
+
+            tasks.create_task(is_told_as_away())
+            await reached.wait()
+            await line.aclose()
     gate.set()
     async with asyncio.timeout(PATIENCE_S):
         assert_all_ok(await admin.adapter.execute_step(call, lambda _: None))
@@ -684,10 +725,7 @@ async def test_a_newer_step_ends_what_the_engine_still_does_for_one_that_was_giv
 
     fleet.execute = draining  # type: ignore[method-assign]
     call = step_call(admin.adapter, pause(), operation="op-g")
-    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-        given_up = tasks.create_task(admin.adapter.execute_step(call, lambda _: None))
-        await drains.wait()
-        given_up.cancel()
+    await _give_up(admin, call, drains)
     undo = step_call(admin.adapter, ResumeStep(), operation="op-g", step=2)
     async with asyncio.timeout(PATIENCE_S):
         assert_all_ok(await admin.adapter.execute_step(undo, lambda _: None))
@@ -703,22 +741,19 @@ async def test_a_step_that_was_given_up_is_ended_before_it_is_taken_back(
     admin: AdminRig, undoes: str
 ) -> None:
     fleet = admin.engine.world.fleet
-    gate = asyncio.Event()
+    reached, gate = asyncio.Event(), asyncio.Event()
     execute = fleet.execute
 
     async def slow(call: StepCall, report: ProgressSink) -> StepResult:
         if isinstance(call.body, ApplyWeightsStep):
+            reached.set()
             await gate.wait()
         return await execute(call, report)
 
     fleet.execute = slow  # type: ignore[method-assign]
     assert_all_ok(await admin.step(pause(), operation="up", step=1))
     apply = ApplyWeightsStep(model="public", source=DISK, weight_version="v1")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.5):
-            await admin.adapter.execute_step(
-                step_call(admin.adapter, apply, operation="up", step=2), lambda _: None
-            )
+    await _give_up(admin, step_call(admin.adapter, apply, operation="up", step=2), reached)
     undo: Step = ResumeStep()
     if undoes == "weights":
         undo = UndoWeightsStep(model="public", previous_source=None, previous_weight_version="v0")

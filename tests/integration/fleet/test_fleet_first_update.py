@@ -6,13 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from iop.admin.enums import AdmissionPolicy, CachePolicy, ParticipantPhase, PauseMode, WeightFormat
+from iop.admin.enums import AdmissionPolicy, CachePolicy, PauseMode, WeightFormat
 from iop.admin.requests import DiskSource, MutationOptions, PauseSpec, UpdateWeightsRequest
-from iop.admin.results import OperationCompleted, OperationFailed, OperationProgress
+from iop.admin.results import OperationCompleted, OperationFailed
 from iop.engine import builtin_checkpoint
 from iop.testing.engine_fleet import MODEL, EngineFleet
 
 pytestmark = pytest.mark.slow
+
+DIES_APPLYING = """
+import os, signal
+from iop.engine.updates import Updates
+
+async def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Updates.apply = die
+from iop.cli.main import main
+main()
+"""
 
 
 def update(version: str) -> UpdateWeightsRequest:
@@ -45,17 +57,14 @@ async def test_the_edge_is_told_what_its_engines_came_with_and_need_not_be_allow
 @pytest.mark.clause("AD-32", "AD-31")
 async def test_a_first_update_that_fails_on_one_engine_is_taken_back_on_the_other(tmp_path: Path) -> None:
     more = {"admin": {"participant_lost_sec": 2.0}}
-    async with EngineFleet(tmp_path, ["n1", "n2"], ranks=1, capacity=4) as fleet:
+    dies = {"engine-n2": ("-c", DIES_APPLYING)}
+    async with EngineFleet(tmp_path, ["n1", "n2"], ranks=1, launchers=dies, capacity=4) as fleet:
         fleet.more = {"admin": {**fleet.edge_config()["admin"], **more["admin"]}}
         fleet.write_edge()
         await fleet.start()
         before = await fleet.say("the harbour", engine="n1")
         async with fleet.client() as client:
-            async for event in client.submit(update("second")):
-                body = event.event
-                is_applying = isinstance(body, OperationProgress) and body.phase is ParticipantPhase.APPLYING
-                if is_applying and "engine-n2" in fleet.processes:
-                    fleet.kill("engine-n2")
+            body = [event async for event in client.submit(update("second"))][-1].event
             assert isinstance(body, OperationFailed), body
             assert set(body.error.quarantined) == {"n2/main/0"}, "only who could not be reached"
             versions = {

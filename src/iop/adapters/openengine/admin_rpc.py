@@ -41,6 +41,8 @@ from iop.admin.results import (
     OperationPlan,
     OperationProgress,
     OperationResult,
+    ParticipantStatus,
+    ParticipantUpdate,
     StartProfileResult,
     StopProfileResult,
 )
@@ -66,6 +68,12 @@ READ_TIMEOUT_S: Final = 5.0
 
 REATTACH_DELAY_S: Final = 0.5
 """Between attempts to follow a mutation whose stream broke; the step's own time bounds them all."""
+
+REATTACH_MAX_S: Final = 1.5
+"""How long an engine may take no connection before a mutation under way is told as one of an engine that is away.
+
+Whoever asked for it knows how long to wait (AD-25).
+"""
 
 _RUNNING_MAX: Final = 100
 """Operations in one answer; the contract's servers give no more."""
@@ -213,7 +221,7 @@ class AdminRpc:
             call.cancel()
 
     async def mutate(
-        self, request: MutationRequest, on_progress: Callable[[OperationProgress], None]
+        self, request: MutationRequest, on_progress: Callable[[OperationProgress | ParticipantStatus], None]
     ) -> OperationResult:
         """Ask for a mutation and follow it to its end, over as many streams as that takes.
 
@@ -222,17 +230,19 @@ class AdminRpc:
 
         Raises:
             OperationFailedError: accepted, and ended without success.
-            IopError: refused before acceptance, by its status; Unavailable only when nothing can have been
-            accepted.
+            Unavailable: nothing was accepted; or the engine went away under it and takes no connection for
+                ``REATTACH_MAX_S``. Asking again with the same key attaches, should it be back (AD-25, AD-36).
+            IopError: refused before acceptance, by its status.
         Cancellation: safe; the mutation goes on at the engine.
         """
         rpc, message_type = _STREAMING[type(request)]
         message = self._codec.encode(request, message_type())
-        was_sent = False
+        loop = asyncio.get_running_loop()
+        reached_at: float | None = None
         while True:
             try:
                 await connect(self._channel)
-                was_sent = True
+                reached_at = loop.time()
                 return await self._follow(rpc, message, on_progress)
             except grpc.aio.AioRpcError as exc:
                 error = error_of(exc)
@@ -242,14 +252,15 @@ class AdminRpc:
                     continue
                 if not isinstance(error, Unavailable | Cancelled | DeadlineExceeded):
                     raise error from exc
+                reached_at = loop.time()
                 _log.info("engine_admin.stream_broken rpc=%s reason=%s", rpc, error.message)
             except Unavailable:
-                if not was_sent:
+                if reached_at is None or loop.time() - reached_at > REATTACH_MAX_S:
                     raise
             await asyncio.sleep(REATTACH_DELAY_S)
 
     async def _follow(
-        self, rpc: str, message: Any, on_progress: Callable[[OperationProgress], None]
+        self, rpc: str, message: Any, on_progress: Callable[[OperationProgress | ParticipantStatus], None]
     ) -> OperationResult:
         call = getattr(self._stub, rpc)(message, metadata=self._metadata)
         try:
@@ -271,6 +282,8 @@ class AdminRpc:
                         )
                     case OperationProgress():
                         on_progress(event)
+                    case ParticipantUpdate(status=status):
+                        on_progress(status)
                     case _:
                         pass
         finally:
