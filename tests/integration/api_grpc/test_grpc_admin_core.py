@@ -149,6 +149,7 @@ async def test_pause_then_resume_by_epoch_and_a_stale_epoch_is_refused(
         assert (await admin.profile()).pauses == ()
 
 
+@pytest.mark.case("P-22")
 @pytest.mark.clause("AD-12")
 async def test_the_same_key_replays_the_same_events_and_another_payload_is_refused(
     principals: PrincipalDirectory,
@@ -164,6 +165,7 @@ async def test_the_same_key_replays_the_same_events_and_another_payload_is_refus
             assert (await run(other, flush(key="p")))[0].operation_id != first[0].operation_id
 
 
+@pytest.mark.case("P-22")
 @pytest.mark.slow
 @pytest.mark.clause("AD-12", "AD-20", "AD-21", "AD-22")
 async def test_64_callers_that_race_one_key_cause_one_effect_and_see_one_history(

@@ -22,6 +22,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "BEAT_S", 0.05)
 
 
+@pytest.mark.case("P-23")
 @pytest.mark.clause("AD-41", "SF-03")
 async def test_a_frozen_stream_shows_life_and_then_goes_on_where_it_stood() -> None:
     go_on = asyncio.Event()

@@ -50,6 +50,7 @@ async def call_is_held(fleet: HttpFleet) -> StubCall:
     return fleet.stub.calls[-1]
 
 
+@pytest.mark.case("P-08")
 @pytest.mark.clause("SF-07", "EN-56", "EN-112")
 @pytest.mark.parametrize("is_polite", [True, False])
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ async def test_a_caller_that_leaves_ends_the_engines_request(script, mark, body,
         assert fleet.edge.pools.leases.returned_total == 1
 
 
+@pytest.mark.case("P-08")
 @pytest.mark.clause("SF-07")
 @pytest.mark.parametrize("is_polite", [True, False])
 async def test_a_caller_that_leaves_during_its_upload_reaches_no_engine(is_polite: bool) -> None:
@@ -90,6 +92,7 @@ async def test_a_caller_that_leaves_during_its_upload_reaches_no_engine(is_polit
         assert fleet.leases == 0
 
 
+@pytest.mark.case("P-08")
 @pytest.mark.clause("SF-07", "EN-110")
 @pytest.mark.parametrize("is_polite", [True, False])
 async def test_a_caller_that_leaves_the_queue_is_forgotten_at_once(is_polite: bool) -> None:
@@ -107,6 +110,7 @@ async def test_a_caller_that_leaves_the_queue_is_forgotten_at_once(is_polite: bo
         await fleet.settled()
 
 
+@pytest.mark.case("P-08")
 @pytest.mark.clause("SF-07", "EN-112")
 @pytest.mark.parametrize("is_polite", [True, False])
 async def test_a_caller_that_leaves_after_the_last_byte_was_served(is_polite: bool) -> None:
@@ -161,6 +165,7 @@ ROUNDS = 8
 """The long form runs fifty; a leak of any kind shows in the first few, since there is one slot."""
 
 
+@pytest.mark.case("P-09")
 @pytest.mark.clause("SF-07", "EN-31", "EN-112")
 @pytest.mark.parametrize("ending", ENDINGS)
 async def test_no_route_and_no_ending_leaks_a_lease(ending: str) -> None:

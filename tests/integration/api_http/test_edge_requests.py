@@ -104,6 +104,7 @@ async def ok(call: StubCall) -> None:
     await call.write(whole_answer(b"{}"))
 
 
+@pytest.mark.case("P-15")
 @pytest.mark.clause("SF-03")
 async def test_unknown_fields_pass_with_their_spelling() -> None:
     body = (
@@ -118,6 +119,7 @@ async def test_unknown_fields_pass_with_their_spelling() -> None:
         assert b"once" in answer
 
 
+@pytest.mark.case("P-15")
 @pytest.mark.clause("SF-01", "SF-03")
 async def test_embeddings_get_no_default_and_come_back_as_they_were() -> None:
     answer = b'{"data":[{"index":1,"embedding":"AAAA"},{"index":0,"embedding":"BBBB"}],"model":"x"}'
@@ -133,6 +135,7 @@ async def test_embeddings_get_no_default_and_come_back_as_they_were() -> None:
         assert fleet.stub.calls[0].body == body.replace(b'"fast"', b'"org/Real-8B-Instruct"')
 
 
+@pytest.mark.case("P-16")
 @pytest.mark.clause("SF-15", "EN-53")
 async def test_the_providers_model_name_comes_back_by_default() -> None:
     async def script(call: StubCall) -> None:
@@ -149,6 +152,7 @@ async def test_the_providers_model_name_comes_back_by_default() -> None:
         assert b"dated-0613" in (await fleet.post(STREAM))[2]
 
 
+@pytest.mark.case("P-16")
 @pytest.mark.clause("SF-15")
 @pytest.mark.parametrize("name", ["fast", "fast-latest"])
 async def test_with_its_rule_a_model_answers_under_the_callers_name(name: str) -> None:
@@ -171,6 +175,7 @@ async def test_with_its_rule_a_model_answers_under_the_callers_name(name: str) -
         await fleet.settled()
 
 
+@pytest.mark.case("P-18")
 @pytest.mark.clause("SF-03", "SF-04")
 @pytest.mark.parametrize(
     ("status", "headers", "body", "kind"),
@@ -257,6 +262,7 @@ async def test_unknown_paths_and_methods_name_what_there_is() -> None:
         assert (status, fields[b"allow"]) == (405, b"POST")
 
 
+@pytest.mark.case("P-19")
 @pytest.mark.clause("SF-09", "EN-110")
 async def test_full_slow_and_empty_pools_answer_as_they_must() -> None:
     release = asyncio.Event()
@@ -282,6 +288,7 @@ async def test_full_slow_and_empty_pools_answer_as_they_must() -> None:
         await fleet.settled()
 
 
+@pytest.mark.case("P-19")
 @pytest.mark.clause("SF-09", "EN-110")
 async def test_an_empty_pool_answers_503_after_its_grace() -> None:
     async with fleet_of() as fleet:

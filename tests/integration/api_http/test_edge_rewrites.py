@@ -50,6 +50,7 @@ def recorded(fleet: HttpFleet, headers: dict[bytes, bytes]) -> tuple[int | None,
 # ---- usage ----
 
 
+@pytest.mark.case("P-03")
 @pytest.mark.clause("SF-03", "SF-05")
 async def test_the_usage_chunk_that_the_caller_asked_for_passes_unchanged_and_is_recorded() -> None:
     events = [*sse_events(["a"], is_done=False), usage_event(), b"data: [DONE]\n\n"]
@@ -60,6 +61,7 @@ async def test_the_usage_chunk_that_the_caller_asked_for_passes_unchanged_and_is
         assert recorded(fleet, headers) == (7, 5)
 
 
+@pytest.mark.case("P-03")
 @pytest.mark.clause("SF-15")
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": False}}], ids=["unsaid", "no"])
 async def test_with_its_rule_a_stream_is_asked_for_usage_and_without_it_nothing_is_added(
@@ -78,6 +80,7 @@ async def test_with_its_rule_a_stream_is_asked_for_usage_and_without_it_nothing_
             assert recorded(fleet, headers) == (7, 5)
 
 
+@pytest.mark.case("P-03")
 @pytest.mark.clause("SF-15", "SF-10")
 async def test_on_converted_routes_nobody_sees_a_usage_chunk_that_nobody_asked_for() -> None:
     message = {
@@ -110,6 +113,7 @@ async def test_on_converted_routes_nobody_sees_a_usage_chunk_that_nobody_asked_f
         assert last["choices"] == [] and last["usage"]["total_tokens"] == 12
 
 
+@pytest.mark.case("P-03")
 @pytest.mark.clause("SF-05", "SF-14")
 async def test_usage_on_every_chunk_is_not_summed_and_a_first_chunk_without_choices_is_harmless() -> None:
     def said(text: str, **usage: int) -> bytes:
@@ -150,6 +154,7 @@ def joined(body: bytes, name: str) -> str:
     return "".join(json.loads(line)["choices"][0]["delta"].get(name) or "" for line in lines)
 
 
+@pytest.mark.case("P-14")
 @pytest.mark.clause("SF-15", "SF-03", "SF-10")
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 async def test_reasoning_passes_under_its_own_name_or_with_the_rule_under_both(name: str) -> None:
@@ -187,6 +192,7 @@ async def test_reasoning_passes_under_its_own_name_or_with_the_rule_under_both(n
         assert thought == "Hm, 東京"
 
 
+@pytest.mark.case("P-14")
 @pytest.mark.clause("SF-15", "SF-10")
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_converted_chats_say_reasoning_under_both_names_too(is_stream: bool) -> None:
@@ -229,6 +235,7 @@ async def strict(call: StubCall) -> None:
         await call.write(whole_answer(b'{"choices":[]}'))
 
 
+@pytest.mark.case("P-17")
 @pytest.mark.clause("SF-03", "SF-15")
 async def test_roles_pass_as_they_are_and_the_templates_refusal_comes_back() -> None:
     body = json.dumps(ASK | {"messages": TURNS}).encode()
@@ -240,6 +247,7 @@ async def test_roles_pass_as_they_are_and_the_templates_refusal_comes_back() -> 
         assert fleet.stub.calls[0].body == body.replace(b'"fast"', b'"org/Real-8B-Instruct"')
 
 
+@pytest.mark.case("P-17")
 @pytest.mark.clause("SF-15")
 @pytest.mark.parametrize("size", [0, 300_000], ids=["small", "large"])
 async def test_with_its_rule_one_leading_system_message_holds_both_texts(size: int) -> None:

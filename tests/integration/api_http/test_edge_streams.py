@@ -43,6 +43,7 @@ async def ask(
             return out
 
 
+@pytest.mark.case("P-01")
 @pytest.mark.clause("SF-03", "SF-05")
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("prefix", [b"data: ", b"data:"])
@@ -50,7 +51,7 @@ async def test_a_stream_cut_anywhere_arrives_as_it_was(newline: bytes, prefix: b
     events = b"".join(sse_events(TEXTS)).replace(b"data: ", prefix).replace(b"\n", newline)
 
     async with fleet_of() as fleet:
-        for cut in range(1, len(events), 7):
+        for cut in range(1, len(events)):
 
             async def script(call: StubCall, cut: int = cut) -> None:
                 await call.start_events()
@@ -76,6 +77,7 @@ async def test_a_stream_cut_anywhere_arrives_as_it_was(newline: bytes, prefix: b
         assert [text for text in texts if text] == TEXTS
 
 
+@pytest.mark.case("P-02")
 @pytest.mark.clause("SF-14", "EN-112")
 @pytest.mark.parametrize(
     ("tail", "outcome"),
@@ -163,6 +165,7 @@ async def StubEngineDefault(call: StubCall) -> None:  # noqa: N802 - stands for 
     await call.end_chunks()
 
 
+@pytest.mark.case("P-02")
 @pytest.mark.clause("SF-14")
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 async def test_a_cut_stream_has_no_success_marker_in_any_dialect(path: str) -> None:
@@ -181,6 +184,7 @@ async def test_a_cut_stream_has_no_success_marker_in_any_dialect(path: str) -> N
         assert json.loads(last.split(b"data: ")[1])["type"] == "error"
 
 
+@pytest.mark.case("P-04")
 @pytest.mark.clause("SF-05")
 async def test_heartbeat_comments_arrive_before_the_first_data() -> None:
     go_on = asyncio.Event()
@@ -201,6 +205,7 @@ async def test_heartbeat_comments_arrive_before_the_first_data() -> None:
         await caller.read_until(b"[DONE]\n\n")
 
 
+@pytest.mark.case("P-05")
 @pytest.mark.clause("SF-03")
 @pytest.mark.parametrize("is_accepted", [True, False])
 async def test_a_provider_that_compresses_anyway(is_accepted: bool) -> None:
@@ -222,6 +227,7 @@ async def test_a_provider_that_compresses_anyway(is_accepted: bool) -> None:
             assert body == clear
 
 
+@pytest.mark.case("P-05")
 @pytest.mark.clause("SF-03", "SF-06")
 async def test_a_coding_that_nobody_here_reads_is_a_clear_502() -> None:
     async def script(call: StubCall) -> None:
@@ -237,6 +243,7 @@ async def test_a_coding_that_nobody_here_reads_is_a_clear_502() -> None:
         assert (status, body) == (200, b"\x01\x02")
 
 
+@pytest.mark.case("P-05")
 @pytest.mark.clause("SF-05")
 async def test_compressed_events_arrive_one_by_one() -> None:
     go_on = asyncio.Event()
@@ -266,6 +273,7 @@ async def test_compressed_events_arrive_one_by_one() -> None:
         await caller.read_until(b"0\r\n\r\n")
 
 
+@pytest.mark.case("P-06")
 @pytest.mark.clause("SF-03", "EN-101")
 @pytest.mark.parametrize("is_chunked", [False, True])
 async def test_a_big_body_arrives_with_only_its_model_changed(is_chunked: bool) -> None:
@@ -294,6 +302,7 @@ async def test_a_big_body_arrives_with_only_its_model_changed(is_chunked: bool) 
         assert fleet.surface.buffered_bytes == 0
 
 
+@pytest.mark.case("P-06")
 @pytest.mark.clause("SF-12")
 async def test_a_body_one_byte_over_the_limit_is_413_in_the_dialect() -> None:
     async with fleet_of(limits=HttpLimits(body_bytes=1000)) as fleet:
@@ -309,6 +318,7 @@ async def test_a_body_one_byte_over_the_limit_is_413_in_the_dialect() -> None:
         assert len(fleet.stub.calls) == 1
 
 
+@pytest.mark.case("P-07")
 @pytest.mark.clause("SF-03", "SF-14")
 @pytest.mark.parametrize("count", [0, 1, 50])
 @pytest.mark.parametrize("half", [b"", b'data: {"choices":[{"delta":{"tool_calls":[{"function":{"argu'])
@@ -333,6 +343,7 @@ async def test_a_reset_in_the_middle_is_told_and_nothing_is_repeated(count: int,
         assert fleet.outcome("this-one") in (Outcome.UPSTREAM_TRUNCATED, Outcome.UPSTREAM_ERROR)
 
 
+@pytest.mark.case("P-07")
 @pytest.mark.clause("SF-06")
 async def test_a_reset_before_any_header_is_a_502() -> None:
     async def script(call: StubCall) -> None:

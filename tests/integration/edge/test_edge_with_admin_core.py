@@ -257,6 +257,7 @@ def test_after_an_edge_restart_a_pause_is_in_force_before_the_node_may_serve():
     play(after, store)
 
 
+@pytest.mark.case("P-23")
 @pytest.mark.clause("AD-41", "SF-07", "SF-12")
 def test_a_caller_who_leaves_a_frozen_request_gets_the_outcome_at_once_and_the_lease_comes_at_resume():
     async def scenario(fleet):

@@ -123,6 +123,7 @@ async def test_abort_ends_work_with_a_reason_and_reject_turns_away(engine: Engin
     await answer(engine, request("new", max_tokens=2))
 
 
+@pytest.mark.case("P-23")
 @pytest.mark.clause("AD-41", "AD-42")
 async def test_keep_freezes_and_resume_loses_no_token(engine: Engine) -> None:
     expected = (await answer(engine, request("plain", max_tokens=200))).tokens

@@ -52,6 +52,7 @@ async def engine_of(fleet: ProcessFleet) -> str:
 # ---- P-21: the config changes while streams run ----
 
 
+@pytest.mark.case("P-21")
 @pytest.mark.clause("EN-80", "EN-81", "EN-114")
 async def test_streams_finish_under_the_config_that_they_began_with(tmp_path: Path) -> None:
     go_on = asyncio.Event()
@@ -131,6 +132,7 @@ async def _capacity(fleet: ProcessFleet, capacity: int) -> bool:
 # ---- P-19: full, slow, empty ----
 
 
+@pytest.mark.case("P-19")
 @pytest.mark.clause("EN-110", "EN-111", "EN-14")
 async def test_a_full_a_slow_and_an_empty_pool_answer_as_they_must(tmp_path: Path) -> None:
     go_on = asyncio.Event()
@@ -226,6 +228,7 @@ def tagged(tag: str) -> list[int]:
     return found
 
 
+@pytest.mark.case("P-10")
 @pytest.mark.clause("EN-42", "EN-56", "SF-16")
 async def test_agents_that_will_not_die_that_ask_and_that_write_side_by_side(tmp_path: Path) -> None:
     tag = f"agent-of-{os.getpid()}-{tmp_path.name}"

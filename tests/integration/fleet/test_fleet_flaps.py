@@ -31,6 +31,7 @@ async def drip(call: StubCall) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.case("P-20")
 @pytest.mark.clause("EN-14", "EN-25", "EN-31", "EN-32", "EN-103", "EN-110", "EN-112", "EN-117")
 async def test_a_partition_ends_each_request_once_and_the_node_is_used_again(tmp_path: Path) -> None:
     async with StubEngine(drip) as stub:
@@ -62,6 +63,7 @@ async def test_a_partition_ends_each_request_once_and_the_node_is_used_again(tmp
             assert line.opened >= 2
 
 
+@pytest.mark.case("P-20")
 @pytest.mark.clause("EN-103", "EN-113")
 async def test_a_lossy_line_and_short_silences_end_nothing(tmp_path: Path) -> None:
     async with StubEngine(drip) as stub:
@@ -80,6 +82,7 @@ async def test_a_lossy_line_and_short_silences_end_nothing(tmp_path: Path) -> No
             assert len((await fleet.status())["leases"]) == 3
 
 
+@pytest.mark.case("P-20")
 @pytest.mark.clause("EN-113", "EN-103")
 async def test_an_edge_process_that_stood_still_evicts_nobody(tmp_path: Path) -> None:
     """SIGSTOP is what a blocked loop looks like from outside."""

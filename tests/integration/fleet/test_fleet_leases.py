@@ -133,6 +133,7 @@ async def run_matrix(directory: Path, endings: tuple[str, ...], *, rounds: int) 
         assert counters["late_settlements"] == counters["overdue_cancels"] == 0
 
 
+@pytest.mark.case("P-09")
 @pytest.mark.clause("EN-31", "EN-112", "SF-07")
 async def test_no_route_and_no_ending_leaks_a_lease_of_real_processes(tmp_path: Path) -> None:
     await run_matrix(tmp_path, tuple(ENDINGS), rounds=ROUNDS)
@@ -145,6 +146,7 @@ async def test_no_route_and_no_ending_leaks_a_lease_in_fifty_rounds(tmp_path: Pa
     await run_matrix(tmp_path, (ending,), rounds=SOAK_ROUNDS)
 
 
+@pytest.mark.case("P-09")
 @pytest.mark.clause("EN-31", "EN-91", "EN-114")
 async def test_a_capacity_that_changes_under_running_requests_is_kept_and_leaks_nothing(
     tmp_path: Path,

@@ -195,6 +195,7 @@ def watch_stream(parts: list[bytes]) -> tuple[bytes, SseEnding]:
     return out + rest, ending
 
 
+@pytest.mark.case("P-01")
 @pytest.mark.clause("SF-03", "SF-05", "SF-14")
 @settings(max_examples=200, deadline=None)
 @given(
@@ -223,6 +224,7 @@ def test_any_split_of_a_stream_gives_the_same_bytes_and_the_same_ending(
         assert data.startswith(out)
 
 
+@pytest.mark.case("P-02")
 @pytest.mark.clause("SF-14")
 @settings(max_examples=300, deadline=None)
 @given(

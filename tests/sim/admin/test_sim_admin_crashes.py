@@ -50,6 +50,7 @@ async def _crash_and_recover(world: AdminWorld, name: str, crash_after: int, *, 
     return reached
 
 
+@pytest.mark.case("P-25")
 @pytest.mark.clause("AD-12", "AD-20", "AD-21", "AD-26", "AD-36", "AD-39")
 @pytest.mark.parametrize("engines_too", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)

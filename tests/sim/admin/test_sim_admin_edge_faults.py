@@ -51,6 +51,7 @@ async def _one_fault(cell: Cell) -> None:
         await _rested(world)
 
 
+@pytest.mark.case("P-24")
 @pytest.mark.clause("AD-25", "AD-29", "AD-30", "AD-31", "AD-32", "AD-36", "AD-37", "AD-38", "AD-39")
 @pytest.mark.parametrize("kind", list(FaultKind))
 @pytest.mark.parametrize("name", OPERATIONS)

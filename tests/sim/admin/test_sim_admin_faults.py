@@ -61,6 +61,7 @@ UNDO = {
 }
 
 
+@pytest.mark.case("P-24")
 @pytest.mark.clause("AD-29", "AD-30", "AD-31", "AD-32", "AD-37", "AD-38", "AD-39")
 @pytest.mark.parametrize("kind", list(FaultKind))
 @pytest.mark.parametrize("name", OPERATIONS)

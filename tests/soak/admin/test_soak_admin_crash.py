@@ -19,6 +19,7 @@ DEATHS = {
 }
 
 
+@pytest.mark.case("P-25")
 @pytest.mark.soak
 @pytest.mark.clause("AD-12", "AD-20", "AD-21", "AD-25", "AD-26", "AD-31", "AD-32", "AD-35", "AD-39")
 @pytest.mark.parametrize("where", DEATHS)

@@ -201,6 +201,7 @@ def test_an_overlapping_operation_is_refused_with_the_running_one() -> None:
     run_world(scenario)
 
 
+@pytest.mark.case("P-23")
 @pytest.mark.clause("AD-18", "AD-39")
 def test_a_harder_pause_supersedes_a_running_one_and_keeps_the_gate_closed() -> None:
     async def scenario(world: AdminWorld) -> None:

@@ -583,6 +583,7 @@ async def quarantined(world: AdminWorld) -> None:
     await world.settle(3.0)
 
 
+@pytest.mark.case("P-24")
 @pytest.mark.clause("AD-31")
 def test_a_quarantine_outlives_restarts_and_ends_with_a_consistent_operation() -> None:
     async def scenario(world: AdminWorld) -> None:

@@ -23,6 +23,7 @@ def watch(
     return out + rest, ending, watcher
 
 
+@pytest.mark.case("P-02")
 @pytest.mark.clause("SF-14")
 @pytest.mark.parametrize(
     ("tail", "expected", "ending"),
@@ -49,6 +50,7 @@ def test_ways_to_end_a_chat_stream(tail: bytes, expected: bytes, ending: SseEndi
     assert crlf[:2] == ((A + B + expected).replace(b"\n", b"\r\n"), ending)
 
 
+@pytest.mark.case("P-01")
 @pytest.mark.clause("SF-03", "SF-05")
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 def test_any_split_gives_the_same_bytes(newline: bytes) -> None:
@@ -69,6 +71,7 @@ def test_any_split_gives_the_same_bytes(newline: bytes) -> None:
         assert watch(data[:cut], data[cut:])[:2] == whole
 
 
+@pytest.mark.case("P-04")
 @pytest.mark.clause("SF-05")
 def test_comments_pass_before_any_data() -> None:
     watcher = SseWatcher(Dialect.CHAT, choices=1, event_bytes_max=1000)

@@ -568,6 +568,21 @@ async def test_a_truncated_answer_is_recorded_as_such(make_edge):
     assert handle.outcome is Outcome.UPSTREAM_TRUNCATED
 
 
+@pytest.mark.case("P-18")
+@pytest.mark.clause("EN-116")
+async def test_a_quota_refusal_does_not_open_the_breaker_and_a_failure_does(make_edge):
+    breaker = BreakerSpec(failures=2, window_s=60.0, open_s=60.0)
+    edge = await make_edge(snapshot_of(ONE, FAST, breaker=breaker))
+    node = FakeEdgeConnection(edge.nodes).connect()
+    for status in (429, 429, 429, 400, 402, 500, 500):
+        assert edge.pools.provider_figures(provider_key("n1/main")).health == "online"
+        await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+        node.streams[-1].start(status)
+        node.streams[-1].end()
+    assert edge.pools.provider_figures(provider_key("n1/main")).health == "failing"
+
+
+@pytest.mark.case("P-18")
 @pytest.mark.clause("EN-112")
 async def test_a_providers_own_4xx_is_complete_and_its_5xx_an_upstream_error(make_edge):
     edge = await make_edge(snapshot_of(ONE, FAST))

@@ -45,6 +45,7 @@ async def backend(kind: str, **model: object) -> AsyncIterator[HttpFleet]:
         await fleet.settled()
 
 
+@pytest.mark.case("P-11", "P-12")
 @pytest.mark.clause("SF-01", "SF-02", "SF-10", "EN-65")
 @pytest.mark.parametrize(("dialect", "kind"), ROUTES)
 async def test_official_clients_read_the_same_answer_on_every_route(dialect: str, kind: str) -> None:
@@ -133,6 +134,7 @@ async def test_what_the_provider_cannot_be_told_is_refused_by_name_unless_the_co
             assert (await raw.parse()).content[0].text == "Héllo 🚀"
 
 
+@pytest.mark.case("P-08")
 @pytest.mark.clause("SF-07")
 @pytest.mark.parametrize("dialect", ["messages", "responses"])
 async def test_leaving_a_converted_stream_cancels_the_providers(dialect: str) -> None:
@@ -210,6 +212,7 @@ async def test_tokens_are_estimated_and_marked_where_no_provider_counts_them() -
         assert not fleet.stub.calls
 
 
+@pytest.mark.case("P-16")
 @pytest.mark.clause("SF-15")
 async def test_the_public_name_is_shown_on_converted_routes_where_the_rule_says_so() -> None:
     async with backend("chat", response_model="alias") as fleet:

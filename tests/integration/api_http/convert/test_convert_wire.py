@@ -32,6 +32,7 @@ def text_of(stream: bytes) -> str:
     )
 
 
+@pytest.mark.case("P-01")
 @pytest.mark.clause("SF-05", "SF-10")
 async def test_no_split_of_the_providers_bytes_shows_in_the_messages_stream() -> None:
     stream = b"".join(sse_events(TEXTS))
@@ -57,6 +58,7 @@ async def test_no_split_of_the_providers_bytes_shows_in_the_messages_stream() ->
         await fleet.settled()
 
 
+@pytest.mark.case("P-02")
 @pytest.mark.clause("SF-14", "SF-10", "EN-112")
 @pytest.mark.parametrize(
     ("ending", "is_success"),
@@ -97,6 +99,7 @@ async def test_seven_ways_to_end_a_stream_are_told_apart_on_converted_routes(
             assert outcome is (Outcome.COMPLETE if is_success else Outcome.UPSTREAM_TRUNCATED)
 
 
+@pytest.mark.case("P-18")
 @pytest.mark.clause("SF-06", "SF-10")
 @pytest.mark.parametrize(
     ("status", "kind"),
@@ -126,6 +129,7 @@ async def test_a_providers_refusal_keeps_status_and_limit_headers_in_the_callers
             assert value["error"] == {"type": kind, "message": "prompt too long", "code": "c"}
 
 
+@pytest.mark.case("P-18")
 @pytest.mark.clause("SF-03", "SF-06")
 async def test_html_passes_on_tunnels_and_becomes_an_error_on_converted_routes() -> None:
     page = b"<html>bad</html>"

@@ -211,6 +211,7 @@ def plain(value: Any) -> Any:
 REBUILT = {"messages": rebuilt_messages, "responses": rebuilt_responses, "chat": rebuilt_chat}
 
 
+@pytest.mark.case("P-11", "P-12")
 @pytest.mark.clause("SF-02", "SF-10")
 @pytest.mark.parametrize("target", ["messages", "responses", "chat"])
 @given(case=chat_streams(), data=st.data())
@@ -299,6 +300,7 @@ def response_streams(draw: st.DrawFn) -> tuple[dict[str, Any], bytes]:
     return response, b"".join(line + newline * 2 for line in lines)
 
 
+@pytest.mark.case("P-13")
 @pytest.mark.clause("SF-02", "SF-10")
 @pytest.mark.parametrize("target", ["chat", "messages", "responses"])
 @given(case=response_streams(), data=st.data())
@@ -356,6 +358,7 @@ def test_damaged_responses_streams_break_nothing(
         convert(split(data, bytes(damaged)), "responses", target)
 
 
+@pytest.mark.case("P-01")
 @pytest.mark.clause("SF-05")
 @given(case=chat_streams(), data=st.data())
 @settings(max_examples=60, deadline=None)
@@ -365,6 +368,7 @@ def test_no_split_changes_a_byte(case: tuple[dict[str, Any], bytes], data: st.Da
         assert convert(split(data, stream), "chat", target) == convert([stream], "chat", target)
 
 
+@pytest.mark.case("P-02")
 @pytest.mark.clause("SF-14")
 @given(case=chat_streams(), data=st.data())
 @settings(max_examples=60, deadline=None)

@@ -41,6 +41,7 @@ def run(target: str, *parts: bytes, **terms: Any) -> bytes:
     return b"".join([*(one.feed(part) for part in parts), one.finish()])
 
 
+@pytest.mark.case("P-04")
 @pytest.mark.clause("SF-05")
 def test_the_parser_joins_data_lines_and_gives_comments_between_the_lines_of_an_event() -> None:
     stream = b"\xef\xbb\xbfevent: a\r\n: life\r\ndata: 1\r\ndata:2\r\n\r\n:\ndata\n\nid: 7\n\n"
@@ -78,6 +79,7 @@ def test_each_way_to_end_a_stream_is_told_as_what_it_is(ending: list[bytes], is_
     assert responses[-1]["type"] == ("response.completed" if is_success else "response.failed")
 
 
+@pytest.mark.case("P-11")
 @pytest.mark.clause("SF-10")
 def test_indices_that_begin_at_one_and_skip_become_dense_blocks() -> None:
     parts = [
@@ -105,6 +107,7 @@ def test_indices_that_begin_at_one_and_skip_become_dense_blocks() -> None:
     assert [item["type"] for item in done] == ["message", "function_call", "function_call"]
 
 
+@pytest.mark.case("P-12")
 @pytest.mark.clause("SF-10")
 def test_an_empty_list_of_calls_starts_nothing_and_empty_arguments_become_an_object() -> None:
     parts = [
@@ -122,6 +125,7 @@ def test_an_empty_list_of_calls_starts_nothing_and_empty_arguments_become_an_obj
     assert events(run("responses", *parts))[-1]["response"]["output"][1]["arguments"] == "{}"
 
 
+@pytest.mark.case("P-14")
 @pytest.mark.clause("SF-10")
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_is_one_thinking_block_under_either_name(name: str) -> None:
@@ -140,6 +144,7 @@ def test_reasoning_is_one_thinking_block_under_either_name(name: str) -> None:
     assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "a"}]
 
 
+@pytest.mark.case("P-13")
 @pytest.mark.clause("SF-10")
 def test_a_responses_stream_opens_items_before_deltas_and_closes_them_after() -> None:
     parts = [
@@ -176,6 +181,7 @@ def test_a_responses_stream_opens_items_before_deltas_and_closes_them_after() ->
     assert b"[DONE]" not in stream
 
 
+@pytest.mark.case("P-13")
 @pytest.mark.clause("SF-10")
 def test_a_failure_told_inside_the_stream_is_the_last_word() -> None:
     parts = [delta(content="a"), b'data: {"error":{"message":"oom","code":"x"}}\n\n', delta("stop")]
@@ -185,6 +191,7 @@ def test_a_failure_told_inside_the_stream_is_the_last_word() -> None:
     assert events(run("messages", *parts))[-1]["error"]["message"] == "oom"
 
 
+@pytest.mark.case("P-03")
 @pytest.mark.clause("SF-10")
 def test_usage_is_never_summed_and_cached_tokens_are_counted_as_each_dialect_counts_them() -> None:
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}

@@ -127,6 +127,7 @@ def test_a_messages_conversation_becomes_a_chat_with_every_turn_in_its_place() -
     assert "stream_options" not in value
 
 
+@pytest.mark.case("P-17")
 @pytest.mark.clause("SF-10")
 def test_null_content_makes_no_empty_text_block_and_results_share_one_turn() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
