@@ -12,7 +12,7 @@ from iop.admin.journal import Advance
 from iop.admin.ledger import Ledger
 from iop.admin.records import GroupMembers, StepRecord
 from iop.admin.results import EventBody, OperationProgress, ParticipantStatus, ParticipantUpdate
-from iop.admin.steps import ParticipantOutcome, Step, StepCall, StepProgress, StepResult
+from iop.admin.steps import BYTES_UNIT, ParticipantOutcome, Step, StepCall, StepProgress, StepResult
 from iop.core.ids import GroupId, ParticipantId
 
 __all__ = ["StepRunner"]
@@ -27,6 +27,7 @@ class StepRunner:
         self._crew: Crew | None = None
         self._cancelled = False
         self._last_progress = 0.0
+        self._bytes: dict[ParticipantId, StepProgress] = {}
 
     def wake(self) -> None:
         """Connectivity changed: look again."""
@@ -115,7 +116,17 @@ class StepRunner:
         statuses: list[ParticipantStatus] = []
         records: list[StepRecord] = []
         now = self._ports.clock.monotonic()
-        if progress and now - self._last_progress >= self._ports.timing.progress_interval_s:
+        loaded = {p: r for p, r in progress.items() if r.unit == BYTES_UNIT}
+        self._bytes.update(loaded)
+        reported = {p for report in finished for p in report.call.participant_ids}
+        is_due = now - self._last_progress >= self._ports.timing.progress_interval_s
+        if is_due:
+            statuses.extend(
+                self._with_bytes(self._ledger.status(p, r.phase))
+                for p, r in loaded.items()
+                if p not in reported
+            )
+        if progress and is_due:
             self._last_progress = now
             events.extend(_progress_events(progress.values()))
         for report in finished:
@@ -132,7 +143,7 @@ class StepRunner:
                     after=report.after,
                 )
             )
-            statuses.extend(self._ledger.statuses_of(report, done))
+            statuses.extend(map(self._with_bytes, self._ledger.statuses_of(report, done)))
         events.extend(ParticipantUpdate(status=s) for s in statuses)
         if not events and not records:
             return
@@ -142,6 +153,13 @@ class StepRunner:
                 events=tuple(events), statuses=tuple(statuses), steps=tuple(records)
             )
         )
+
+    def _with_bytes(self, status: ParticipantStatus) -> ParticipantStatus:
+        """What was told last of how much the participant has loaded goes with its status from then on."""
+        told = self._bytes.get(status.participant_id)
+        if told is None:
+            return status
+        return dataclasses.replace(status, bytes_done=told.done, bytes_total=told.total)
 
 
 def _with_errors(report: GroupReport) -> StepResult:

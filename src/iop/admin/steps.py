@@ -233,6 +233,10 @@ class StepCall:
     timeout_s: float
 
 
+BYTES_UNIT = "bytes"
+"""The unit of progress that a participant's status keeps: how much it has loaded (AD-23)."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgress:
     """A report while a step runs; numbers are of this participant alone."""

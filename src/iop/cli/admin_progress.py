@@ -55,6 +55,7 @@ class _View:
     operation_id: str = ""
     last_sequence: int = 0
     failed: set[str] = field(default_factory=set)
+    loaded: dict[str, int] = field(default_factory=dict)
 
     def show(self, event: AdminOperationEvent) -> None:
         """Update the bar, or write a line where there is no terminal."""
@@ -68,8 +69,9 @@ class _View:
                 self._say(f"skipped, offline: {name}")
         elif isinstance(body, OperationProgress):
             self._step(f"{body.phase.name.lower()} {body.message}".strip(), body)
-        elif isinstance(body, ParticipantUpdate) and body.status.error is not None:
+        elif isinstance(body, ParticipantUpdate):
             self.show_failure(body.status)
+            self._show_bytes(body.status)
 
     def show_failure(self, status: ParticipantStatus) -> None:
         """Say once what went wrong at a participant: each phase and the end repeat it."""
@@ -79,6 +81,15 @@ class _View:
         if line not in self.failed:
             self.failed.add(line)
             self._say(line)
+
+    def _show_bytes(self, status: ParticipantStatus) -> None:
+        """How much a participant has loaded, once for each figure."""
+        if status.bytes_total and self.loaded.get(status.participant_id) != status.bytes_done:
+            self.loaded[status.participant_id] = status.bytes_done or 0
+            phase = status.phase.name.lower().replace("_", " ")
+            self._say(
+                f"{status.participant_id}: {phase}, {status.bytes_done or 0} of {status.bytes_total} bytes"
+            )
 
     def _say(self, line: str) -> None:
         self.progress.console.print(line)

@@ -44,6 +44,7 @@ from iop.admin.requests import (
 )
 from iop.admin.results import CacheResult, ChangeResult, ParticipantError, ProfileArtifact, ResourceAmount
 from iop.admin.steps import (
+    BYTES_UNIT,
     ApplyWeightsStep,
     CommitWeightsStep,
     FlushStep,
@@ -59,6 +60,7 @@ from iop.admin.steps import (
     StartProfileStep,
     Step,
     StepCall,
+    StepProgress,
     StepResult,
     StopProfileStep,
     UndoWeightsStep,
@@ -206,7 +208,7 @@ class RankDriver:
     def apply_overrides(self, overrides: FileValues) -> None:
         """Nothing: the ranks are told by steps, before the listeners open."""
 
-    async def execute(self, call: StepCall, report: ProgressSink) -> StepResult:  # noqa: ARG002  # steps are short
+    async def execute(self, call: StepCall, report: ProgressSink) -> StepResult:
         """Execute one step on all ranks, or give its remembered answer again (AD-36).
 
         Raises:
@@ -221,7 +223,7 @@ class RankDriver:
                 raise PreconditionFailed("A newer step was already taken.", reason="STALE_STEP")
             self._last = place
         try:
-            result = await self._obey(call)
+            result = await self._obey(call, report)
         except IopError as exc:
             result = self._failure(call, exc)
         self._remembered[key] = result
@@ -229,7 +231,7 @@ class RankDriver:
             self._remembered.popitem(last=False)
         return result
 
-    async def _obey(self, call: StepCall) -> StepResult:
+    async def _obey(self, call: StepCall, report: ProgressSink) -> StepResult:
         engine, body, update_id = self._engine, call.body, call.operation_id
         match body:
             case PauseStep(pause=spec):
@@ -249,6 +251,8 @@ class RankDriver:
                 return self._amounts(kinds, [(one.weight_bytes, one.kv_bytes) for one in moved])
             case PrepareWeightsStep(source=source, weight_version=version):
                 found = await engine.prepare_weights(update_id, source=_weights(source), version=version)
+                for one in found:
+                    report(self._loaded(one))
                 return self._weights(found)
             case ApplyWeightsStep():
                 return self._weights(await self._apply(update_id))
@@ -405,6 +409,16 @@ class RankDriver:
                 )
                 for one, (weight_bytes, kv_bytes) in pairs
             )
+        )
+
+    def _loaded(self, one: RankWeights) -> StepProgress:
+        """How much a rank has read of the new weights: all of its shard."""
+        return StepProgress(
+            participant_id=self._ids[one.rank],
+            phase=ParticipantPhase.PREPARING,
+            done=one.loaded_bytes,
+            total=one.loaded_bytes,
+            unit=BYTES_UNIT,
         )
 
     def _weights(self, found: Sequence[RankWeights], *, verified: bool = False) -> StepResult:

@@ -72,7 +72,8 @@ class Rank:
             "release": self._release,
             "restore": self._restore,
             "prepare": lambda order: {
-                "digest": self._store.prepare(order["id"], Path(order["path"]), order["version"])
+                "digest": self._store.prepare(order["id"], Path(order["path"]), order["version"]),
+                "bytes": self._store.loaded(order["id"]),
             },
             "apply": lambda order: {"digest": self._store.apply(order["id"])},
             "verify": lambda order: {"digest": self._store.verify(order["id"])},

@@ -163,11 +163,16 @@ class ReleaseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWeights:
-    """One rank's answer to a weight step: the shard's SHA-256 and the version label it has now."""
+    """One rank's answer to a weight step: the shard's SHA-256 and the version label it has now.
+
+    Attributes:
+        loaded_bytes: of the shard that a preparation loaded; 0 for other steps.
+    """
 
     rank: int
     digest: str
     version: str
+    loaded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

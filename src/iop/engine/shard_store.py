@@ -157,6 +157,12 @@ class ShardStore:
         self._update_id = update_id
         return self._staged.digest
 
+    def loaded(self, update_id: str) -> int:
+        """Bytes of the shard that this update loaded."""
+        self._require(update_id)
+        held = self._staged or self.live
+        return 0 if held.arena is None else held.arena.used
+
     def apply(self, update_id: str) -> str:
         """Swap the staged shard in; idempotent. Returns the digest now in use."""
         self._require(update_id)

@@ -8,6 +8,7 @@ when the last rank has committed. Until then the engine does not resume, so no t
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import math
@@ -119,7 +120,11 @@ class Updates:
                     self._settle()
                 raise
             update.prepared.update(chosen)
-            return self._told(chosen, [answer["digest"] for answer in answers], self._runner.weight_version)
+            told = self._told(chosen, [answer["digest"] for answer in answers], self._runner.weight_version)
+            return tuple(
+                dataclasses.replace(one, loaded_bytes=answer["bytes"])
+                for one, answer in zip(told, answers, strict=True)
+            )
 
     async def apply(self, update_id: str, *, ranks: Collection[int] | None) -> tuple[RankWeights, ...]:
         """See ``Engine.apply_weights``."""

@@ -28,6 +28,7 @@ from iop.admin.enums import (
 from iop.admin.permissions import PRESETS
 from iop.admin.requests import DiskSource, PauseSpec
 from iop.admin.steps import (
+    BYTES_UNIT,
     ApplyWeightsStep,
     FlushStep,
     PauseStep,
@@ -36,6 +37,7 @@ from iop.admin.steps import (
     RestoreStep,
     ResumeStep,
     Step,
+    StepProgress,
     StepResult,
 )
 from iop.api.grpc.auth import ApiKeyDirectory, PrincipalDirectory, PrincipalGrant, secret_sha256
@@ -222,3 +224,18 @@ async def test_weights_are_released_swapped_and_change_the_greedy_output(rig: Ri
     assert after.text != before.text
     assert after.events[0].metadata["weight_version"] == "second"
     assert WeightRetention.DISCARD in rig.adapter.participants()[0].capabilities.weight_retentions
+
+
+@pytest.mark.clause("AD-23", "AD-37")
+async def test_bytes_that_the_engine_loads_are_told_by_rank(rig: Rig) -> None:
+    hold = PauseStep(pause=PauseSpec(mode=PauseMode.DRAIN, admission=AdmissionPolicy.QUEUE))
+    assert_all_ok(await rig.step(hold))
+    source = DiskSource(path=str(builtin_checkpoint("second")), format=WeightFormat.SAFETENSORS)
+    apply = ApplyWeightsStep(model=rig.engine.info.model_id, source=source, weight_version="v-bytes")
+    call = step_call(rig.adapter, apply, operation="op-bytes", ordinal=100)
+    told: list[StepProgress] = []
+    async with asyncio.timeout(PATIENCE_S):
+        assert_all_ok(await rig.adapter.execute_step(call, told.append))
+    loaded = {one.participant_id: (one.done, one.total) for one in told if one.unit == BYTES_UNIT}
+    assert set(loaded) == set(call.participant_ids)
+    assert all(done == total > 0 for done, total in loaded.values())

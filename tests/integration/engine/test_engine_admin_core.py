@@ -32,6 +32,7 @@ from iop.admin.requests import (
     AllTargets,
     DiskSource,
     FlushCachesRequest,
+    ListOperationsRequest,
     MutationOptions,
     MutationRequest,
     PauseRequest,
@@ -188,6 +189,11 @@ async def test_an_update_quiesces_by_itself_and_a_bad_source_changes_nothing(
     await server.do(UpdateWeightsRequest, source=SECOND, **fields)
     assert engine.state is EngineState.SERVING
     assert engine.weight_version == "step-1"
+    (newest, *_) = (await server.core.list_operations(ADMIN, ListOperationsRequest())).operations
+    resident = [rank.weight_bytes_resident for rank in await engine.read_back()]
+    for status, bytes_resident in zip(newest.participants, resident, strict=True):
+        assert status.bytes_done == status.bytes_total
+        assert 0 < (status.bytes_done or 0) <= bytes_resident
     found = await answer(engine, request("a", max_tokens=3))
     assert set(found.versions) == {"step-1"}
 

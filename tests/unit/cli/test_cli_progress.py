@@ -178,3 +178,23 @@ async def test_json_is_the_operation_and_events_are_lines(capsys: pytest.Capture
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["sequence"] for line in lines] == [1, 2]
     assert "completed" in lines[1]
+
+
+@pytest.mark.clause("AD-23")
+async def test_what_each_participant_has_loaded_is_shown_as_it_grows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def loaded(done: int) -> ParticipantUpdate:
+        return ParticipantUpdate(
+            status=ParticipantStatus(
+                participant_id=ParticipantId("n/e/0"),
+                phase=ParticipantPhase.PREPARING,
+                bytes_done=done,
+                bytes_total=300,
+            )
+        )
+
+    await watch([ACCEPTED, loaded(100), loaded(100), loaded(300), COMPLETED])
+    shown = capsys.readouterr().err
+    assert shown.count("n/e/0: preparing, 100 of 300 bytes") == 1
+    assert shown.count("n/e/0: preparing, 300 of 300 bytes") == 1

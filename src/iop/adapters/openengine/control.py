@@ -48,6 +48,7 @@ from iop.admin.results import (
     ChangeResult,
     OperationProgress,
     OperationResult,
+    ParticipantStatus,
     ProfileArtifact,
     ReconfigureServingResult,
     RestoreResourcesResult,
@@ -55,6 +56,7 @@ from iop.admin.results import (
     StopProfileResult,
 )
 from iop.admin.steps import (
+    BYTES_UNIT,
     ApplyWeightsStep,
     CommitWeightsStep,
     FlushStep,
@@ -572,7 +574,13 @@ class OpenEngineControl:
     async def _mutate(
         self, call: StepCall, request: MutationRequest, report: ProgressSink
     ) -> OperationResult:
-        def on_progress(progress: OperationProgress) -> None:
+        def on_progress(progress: OperationProgress | ParticipantStatus) -> None:
+            if isinstance(progress, ParticipantStatus):
+                if progress.bytes_total and progress.participant_id in call.participant_ids:
+                    report(steps.loaded(progress))
+                return
+            if progress.unit == BYTES_UNIT:
+                return  # of one rank; its status tells it under the rank's name
             for each in call.participant_ids:
                 report(
                     StepProgress(

@@ -54,15 +54,18 @@ from iop.admin.results import (
     FlushCachesResult,
     OperationResult,
     ParticipantError,
+    ParticipantStatus,
     PauseResult,
     ReleaseResourcesResult,
     RestoreResourcesResult,
     ResumeResult,
 )
 from iop.admin.steps import (
+    BYTES_UNIT,
     ParticipantOutcome,
     ParticipantReadBack,
     StepCall,
+    StepProgress,
     StepResult,
     WorkCounts,
 )
@@ -319,6 +322,17 @@ def succeeded(
         case _:
             pass
     return StepResult(participants=tuple(outcomes.values()), work=work)
+
+
+def loaded(status: ParticipantStatus) -> StepProgress:
+    """How much a rank has loaded, as its engine's status of it tells."""
+    return StepProgress(
+        participant_id=status.participant_id,
+        phase=status.phase,
+        done=status.bytes_done or 0,
+        total=status.bytes_total or 0,
+        unit=BYTES_UNIT,
+    )
 
 
 def _flushed(outcome: ParticipantOutcome, result: FlushCachesResult) -> ParticipantOutcome:
