@@ -38,6 +38,7 @@ class Files(artifacts_pb2_grpc.ArtifactsServicer):
     sent: int = 0
     cut_after: int | None = None
     hangs: bool = False
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Read(  # noqa: N802 - the RPC's name
@@ -47,6 +48,7 @@ class Files(artifacts_pb2_grpc.ArtifactsServicer):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no credential")
         if request.uri != "profile:p/rank-0/cpu.json":
             await context.abort(grpc.StatusCode.NOT_FOUND, "no artifact has this uri")
+        self.asked.set()
         try:
             if self.hangs:
                 await asyncio.Event().wait()
@@ -99,7 +101,7 @@ async def fetched(
 ) -> TunnelRecorder:
     """Fetch to the end."""
     stream = recorder(window_bytes)
-    async with engine(files) as channel, asyncio.timeout(20):
+    async with engine(files) as channel, asyncio.timeout(60):
         fetch = ArtifactFetch(AdminRpc(channel, token), uri, stream, named=named)
         fetch.bind()
         await fetch.run(stream.on_done)
@@ -203,7 +205,7 @@ async def test_a_cancelled_fetch_leaves_the_engine(hangs: bool) -> None:
         if not hangs:
             await eventually(lambda: stream.credit_bytes <= 0)
         else:
-            await asyncio.sleep(0.05)
+            await files.asked.wait()
         stream.cancel()
         await stream.finished()
         await eventually(files.left.is_set)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -42,6 +41,7 @@ from iop.core.ids import OperationId
 from iop.obs.metrics import Metrics
 from iop.pb.openengine.v1 import admin_pb2 as pb
 from iop.pb.openengine.v1 import admin_pb2_grpc
+from iop.testing.waiting import free_ports
 
 TOKENS = {"viewer": "viewer-token", "operator": "operator-token", "admin": "admin-token"}
 
@@ -229,10 +229,8 @@ async def refused(code: grpc.StatusCode) -> AsyncIterator[Refusal]:
 
 @pytest.fixture
 def unused_address() -> str:
-    """An address where nobody listens: bound and given back."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """An address where nobody listens."""
+    return f"127.0.0.1:{free_ports(1)[0]}"
 
 
 OPTIONS = pb.MutationOptions(idempotency_key="k")

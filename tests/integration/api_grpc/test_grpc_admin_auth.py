@@ -98,7 +98,7 @@ async def test_bytes_that_are_no_message_are_refused_in_the_same_order(
 ) -> None:
     raw = channel.unary_stream("/openengine.v1.OpenEngineAdmin/Pause")
     async with refused(code):
-        async for _ in raw(b"\xff\xff\xff", metadata=metadata, timeout=5):
+        async for _ in raw(b"\xff\xff\xff", metadata=metadata, timeout=60):
             pass
 
 
@@ -113,7 +113,7 @@ async def list_services(channel: grpc.aio.Channel, metadata: Any) -> set[str]:
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     answers = [
-        answer async for answer in stub.ServerReflectionInfo(iter([request]), metadata=metadata, timeout=5)
+        answer async for answer in stub.ServerReflectionInfo(iter([request]), metadata=metadata, timeout=60)
     ]
     return {service.name for service in answers[0].list_services_response.service}
 
@@ -141,6 +141,6 @@ async def test_reflection_describes_the_services_of_its_listener_only(
     request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
     answers = [
         answer
-        async for answer in stub.ServerReflectionInfo(iter([request]), metadata=bearer("viewer"), timeout=5)
+        async for answer in stub.ServerReflectionInfo(iter([request]), metadata=bearer("viewer"), timeout=60)
     ]
     assert answers[0].HasField("file_descriptor_response") is is_known

@@ -70,7 +70,7 @@ class Site:
     address: str
 
     def client(self, role: str = "admin") -> AdminClient:
-        return AdminClient(AdminTarget(address=self.address, token=TOKENS[role], timeout_s=10))
+        return AdminClient(AdminTarget(address=self.address, token=TOKENS[role], timeout_s=60))
 
 
 @contextlib.asynccontextmanager

@@ -72,7 +72,7 @@ MUTATIONS = RPCS[:9]
 
 
 def client(address: str, role: str = "admin") -> AdminClient:
-    return AdminClient(AdminTarget(address=address, token=TOKENS[role], timeout_s=5))
+    return AdminClient(AdminTarget(address=address, token=TOKENS[role], timeout_s=60))
 
 
 # ---------------------------------------------------------------------------------------------- what goes through
@@ -217,9 +217,9 @@ def with_unknown_field(message: Any, field_number: int = 1999) -> bytes:
 async def send_raw(channel: grpc.aio.Channel, rpc: str, data: bytes) -> None:
     method = f"/openengine.v1.OpenEngineAdmin/{rpc}"
     if rpc in {"StartProfile", "StopProfile"}:
-        await channel.unary_unary(method)(data, metadata=bearer("admin"), timeout=5)
+        await channel.unary_unary(method)(data, metadata=bearer("admin"), timeout=60)
     else:
-        async for _ in channel.unary_stream(method)(data, metadata=bearer("admin"), timeout=5):
+        async for _ in channel.unary_stream(method)(data, metadata=bearer("admin"), timeout=60):
             pass
 
 
@@ -252,7 +252,7 @@ async def test_a_read_ignores_fields_of_newer_clients(
 ) -> None:
     data = with_unknown_field(pb.GetAdminOperationRequest(operation_id="op-1"))
     method = channel.unary_unary("/openengine.v1.OpenEngineAdmin/GetOperation")
-    await method(data, metadata=bearer("viewer"), timeout=5)
+    await method(data, metadata=bearer("viewer"), timeout=60)
     assert operations.seen[0][0] == "GET"
 
 
@@ -422,12 +422,12 @@ async def test_a_cancelled_stream_only_closes_its_observer(
 ) -> None:
     operations.go_on = asyncio.Event()
     stub: Any = admin_pb2_grpc.OpenEngineAdminStub(channel)
-    stream = getattr(stub, rpc)(WELL_FORMED[rpc], metadata=bearer("admin"), timeout=10)
+    stream = getattr(stub, rpc)(WELL_FORMED[rpc], metadata=bearer("admin"), timeout=60)
     first = await stream.read()
     assert first.sequence == 1
     assert not operations.left.is_set()
     stream.cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await operations.left.wait()
     # Nothing but the observer was told: no cancel reached the core.
     assert [what for what, _, _ in operations.seen] in (["PAUSE"], ["WATCH"])
@@ -440,9 +440,9 @@ async def test_an_expired_rpc_deadline_only_closes_its_observer(
 ) -> None:
     operations.go_on = asyncio.Event()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call(channel, rpc, bearer("admin"), timeout=0.3)
+        await call(channel, rpc, bearer("admin"), timeout=1.0)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await operations.left.wait()
     assert not any(what == "CANCEL" for what, _, _ in operations.seen)
 
@@ -456,7 +456,7 @@ async def test_health_tells_whether_the_store_can_be_written_and_watchers_hear_o
 ) -> None:
     health: Any = health_pb2_grpc.HealthStub(channel)
     name = "openengine.v1.OpenEngineAdmin"
-    watching = health.Watch(health_pb2.HealthCheckRequest(service=name), timeout=10)
+    watching = health.Watch(health_pb2.HealthCheckRequest(service=name), timeout=60)
     assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
     operations.is_serving = False
     for service in (name, ""):
@@ -477,14 +477,14 @@ async def test_health_does_not_know_services_of_the_other_listener(channel: grpc
 
 
 async def test_the_client_sends_no_credential_without_a_token(admin_address: str) -> None:
-    async with AdminClient(AdminTarget(address=admin_address, timeout_s=5)) as admin:
+    async with AdminClient(AdminTarget(address=admin_address, timeout_s=60)) as admin:
         with pytest.raises(Unauthenticated) as caught:
             await admin.profile()
     assert caught.value.reason == "NO_CREDENTIAL"
 
 
 async def test_the_client_reports_an_unreachable_server_as_unavailable(unused_address: str) -> None:
-    async with AdminClient(AdminTarget(address=unused_address, token="t", timeout_s=5)) as admin:
+    async with AdminClient(AdminTarget(address=unused_address, token="t", timeout_s=60)) as admin:
         with pytest.raises(Unavailable):
             await admin.profile()
 

@@ -43,7 +43,7 @@ async def ask(address: str, metadata: Any, uri: str = "profile:known") -> list[b
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = artifacts_pb2_grpc.ArtifactsStub(channel)
         request = pb.ReadArtifactRequest(uri=uri)
-        return [piece.data async for piece in stub.Read(request, metadata=metadata, timeout=10)]
+        return [piece.data async for piece in stub.Read(request, metadata=metadata, timeout=60)]
 
 
 @pytest.mark.clause("AD-46", "AD-03", "AD-04", "AD-101")

@@ -154,7 +154,7 @@ async def test_a_generation_is_a_completion_at_the_provider_whatever_the_chunkin
         ),
     )
     async with site_of() as site:
-        call = site.inference.Generate(request, timeout=10)
+        call = site.inference.Generate(request, timeout=60)
         stream = await site.stream()
         assert stream.request.target == "target-of-n1/main"
         assert stream.request.path == "/v1/completions"
@@ -195,7 +195,7 @@ async def test_a_generation_is_a_completion_at_the_provider_whatever_the_chunkin
 @pytest.mark.clause("SF-14", "SF-20")
 async def test_an_answer_cut_before_its_finish_reason_is_an_error_not_a_success() -> None:
     async with site_of() as site:
-        call = site.inference.Generate(HELLO, timeout=10)
+        call = site.inference.Generate(HELLO, timeout=60)
         stream = await site.stream()
         stream.start(headers=EVENTS)
         stream.send(event(text("half")))
@@ -223,7 +223,7 @@ async def test_a_refusal_of_the_provider_is_a_status_before_acceptance(
     status: int, code: grpc.StatusCode
 ) -> None:
     async with site_of() as site:
-        call = site.inference.Generate(HELLO, timeout=10)
+        call = site.inference.Generate(HELLO, timeout=60)
         stream = await site.stream()
         stream.start(status)
         stream.send(b'{"error": {"message": "the prompt is too long"}}')
@@ -238,7 +238,7 @@ async def test_a_refusal_of_the_provider_is_a_status_before_acceptance(
 @pytest.mark.clause("SF-20")
 async def test_an_answer_that_is_no_stream_is_refused() -> None:
     async with site_of() as site:
-        call = site.inference.Generate(HELLO, timeout=10)
+        call = site.inference.Generate(HELLO, timeout=60)
         stream = await site.stream()
         stream.start(headers=[(b"content-type", b"application/json")])
         async with refused(grpc.StatusCode.UNAVAILABLE):
@@ -258,7 +258,7 @@ async def test_an_answer_that_is_no_stream_is_refused() -> None:
 )
 async def test_what_a_provider_breaks_in_mid_stream_is_one_terminal_error(data: bytes, code: int) -> None:
     async with site_of() as site:
-        call = site.inference.Generate(HELLO, timeout=10)
+        call = site.inference.Generate(HELLO, timeout=60)
         stream = await site.stream()
         stream.start(headers=EVENTS)
         stream.send(event(text("a")) + data)
@@ -271,7 +271,7 @@ async def test_what_a_provider_breaks_in_mid_stream_is_one_terminal_error(data: 
 @pytest.mark.clause("SF-20", "AD-41")
 async def test_an_administrative_abort_is_a_retryable_draining_error() -> None:
     async with site_of() as site:
-        call = site.inference.Generate(HELLO, timeout=10)
+        call = site.inference.Generate(HELLO, timeout=60)
         stream = await site.stream()
         stream.start(headers=EVENTS)
         stream.send(event(text("a")))
@@ -285,7 +285,7 @@ async def test_an_administrative_abort_is_a_retryable_draining_error() -> None:
 @pytest.mark.clause("SF-07", "SF-20")
 async def test_a_caller_that_leaves_cancels_the_providers_work() -> None:
     async with site_of() as site:
-        call = site.inference.Generate(HELLO, timeout=10)
+        call = site.inference.Generate(HELLO, timeout=60)
         stream = await site.stream()
         stream.start(headers=EVENTS)
         stream.send(event(text("a")))
@@ -299,7 +299,7 @@ async def test_a_caller_that_leaves_cancels_the_providers_work() -> None:
 @pytest.mark.clause("SF-07", "SF-20")
 async def test_a_caller_that_leaves_before_acceptance_cancels_too() -> None:
     async with site_of() as site:
-        call = site.inference.Generate(HELLO, timeout=10)
+        call = site.inference.Generate(HELLO, timeout=60)
         stream = await site.stream()
         call.cancel()
         await eventually(lambda: stream.cancelled == [CancelReason.CLIENT_GONE])
@@ -333,7 +333,7 @@ async def test_only_its_own_key_can_abort_a_generation() -> None:
     key_a, key_b = ((("authorization", f"Bearer key-{name}"),) for name in "ab")
     abort = lifecycle_pb2.AbortRequest(request_id="r-1")
     async with site_of(keys=keys) as site:
-        call = site.inference.Generate(HELLO, metadata=key_a, timeout=10)
+        call = site.inference.Generate(HELLO, metadata=key_a, timeout=60)
         stream = await site.stream()
         stream.start(headers=EVENTS)
         async with refused(grpc.StatusCode.NOT_FOUND):
@@ -352,16 +352,16 @@ async def test_only_its_own_key_can_abort_a_generation() -> None:
 @pytest.mark.clause("SF-20")
 async def test_a_live_request_id_cannot_be_used_twice_and_a_finished_one_can() -> None:
     async with site_of() as site:
-        call = site.inference.Generate(HELLO, timeout=10)
+        call = site.inference.Generate(HELLO, timeout=60)
         stream = await site.stream()
         stream.start(headers=EVENTS)
         async with refused(grpc.StatusCode.ALREADY_EXISTS):
-            await read_all(site.inference.Generate(HELLO, timeout=10))
+            await read_all(site.inference.Generate(HELLO, timeout=60))
         stream.send(event(text("a", "length")) + event("[DONE]"))
         stream.end()
         messages = await read_all(call)
         assert messages[-1].finished.reason == generation_pb2.FINISH_REASON_LENGTH
-        again = site.inference.Generate(HELLO, timeout=10)
+        again = site.inference.Generate(HELLO, timeout=60)
         await site.stream(1)
         again.cancel()
 
@@ -381,7 +381,7 @@ async def test_a_live_request_id_cannot_be_used_twice_and_a_finished_one_can() -
 async def test_what_the_providers_are_not_known_to_understand_is_refused(request_message: Any) -> None:
     async with site_of() as site:
         async with refused(grpc.StatusCode.UNIMPLEMENTED) as refusal:
-            await read_all(site.inference.Generate(request_message, timeout=10))
+            await read_all(site.inference.Generate(request_message, timeout=60))
         assert refusal.info().reason == "UNSUPPORTED_FEATURE"
         assert site.node.streams == []
         assert len(site.edge.pools.leases) == 0
@@ -391,7 +391,7 @@ async def test_what_the_providers_are_not_known_to_understand_is_refused(request
 async def test_nobody_there_is_unavailable_with_a_reason_and_shows_in_health() -> None:
     async with site_of(connects=False) as site:
         async with refused(grpc.StatusCode.UNAVAILABLE) as refusal:
-            await read_all(site.inference.Generate(HELLO, timeout=10))
+            await read_all(site.inference.Generate(HELLO, timeout=60))
         assert refusal.info().reason == "NO_CAPACITY"
         health = await site.control.Health(lifecycle_pb2.HealthRequest())
         assert health.state == lifecycle_pb2.HEALTH_STATE_NOT_READY

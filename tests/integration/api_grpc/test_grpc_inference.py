@@ -199,7 +199,7 @@ async def keyed(port: ScriptedPort) -> AsyncIterator[Opened]:
 
 
 async def generate(server: Opened, request: Any = HELLO, metadata: Any = ()) -> list[Any]:
-    return [message async for message in server.inference.Generate(request, metadata=metadata, timeout=5)]
+    return [message async for message in server.inference.Generate(request, metadata=metadata, timeout=60)]
 
 
 # ---------------------------------------------------------------------------------------------- Generate
@@ -258,7 +258,7 @@ async def test_after_acceptance_a_failure_is_one_terminal_event_and_the_call_end
 ) -> None:
     port.events = [tokens(0, "a")]
     port.error = error
-    call = server.inference.Generate(HELLO, timeout=5)
+    call = server.inference.Generate(HELLO, timeout=60)
     messages = [message async for message in call]
     assert await call.code() is grpc.StatusCode.OK
     assert [message.WhichOneof("event") for message in messages] == ["token", "error"]
@@ -284,7 +284,7 @@ async def test_weight_versions_stand_in_initial_and_trailing_metadata(
     server: Opened, port: ScriptedPort
 ) -> None:
     port.versions = ["v1", "v2"]
-    call = server.inference.Generate(HELLO, timeout=5)
+    call = server.inference.Generate(HELLO, timeout=60)
     assert ("openengine-weight-version", "v1") in tuple(await call.initial_metadata())
     async for _ in call:
         pass
@@ -294,7 +294,7 @@ async def test_weight_versions_stand_in_initial_and_trailing_metadata(
 @pytest.mark.clause("AD-33")
 async def test_an_unknown_weight_version_is_said_to_be_unknown(server: Opened, port: ScriptedPort) -> None:
     port.versions = [""]
-    call = server.inference.Generate(HELLO, timeout=5)
+    call = server.inference.Generate(HELLO, timeout=60)
     assert ("openengine-weight-version", "unknown") in tuple(await call.initial_metadata())
     call.cancel()
 
@@ -302,11 +302,11 @@ async def test_an_unknown_weight_version_is_said_to_be_unknown(server: Opened, p
 async def test_a_caller_that_leaves_closes_the_generation(server: Opened, port: ScriptedPort) -> None:
     port.events = [tokens(0, "a")]
     port.hold = asyncio.Event()
-    call = server.inference.Generate(HELLO, timeout=10)
+    call = server.inference.Generate(HELLO, timeout=60)
     await call.read()
     call.cancel()
     assert port.stream is not None
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await port.stream.closed.wait()
 
 
@@ -529,7 +529,7 @@ async def test_with_keys_every_rpc_of_the_listener_needs_one(keyed: Opened, port
         stub = keyed.inference if service == "Inference" else keyed.control
         async with refused(grpc.StatusCode.UNAUTHENTICATED):
             # The generated pool's class of the request, empty: a stranger's message is never looked at.
-            answer = getattr(stub, method.name)(_empty(method.input_type.name), timeout=5)
+            answer = getattr(stub, method.name)(_empty(method.input_type.name), timeout=60)
             if method.server_streaming:
                 async for _ in answer:
                     pass
@@ -600,7 +600,7 @@ async def test_reflection_shows_inference_and_control_and_no_admin(server: Opene
         reflection_pb2.ServerReflectionRequest(file_containing_symbol="openengine.v1.OpenEngineAdmin"),
         reflection_pb2.ServerReflectionRequest(file_by_filename="openengine/v1/admin.proto"),
     ]
-    answers = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=5)]
+    answers = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=60)]
     names = {service.name for service in answers[0].list_services_response.service}
     assert {"openengine.v1.Inference", "openengine.v1.Control"} <= names
     assert "openengine.v1.OpenEngineAdmin" not in names

@@ -124,15 +124,15 @@ async def test_stopping_tells_health_first_and_lets_running_calls_finish(
     operations: ScriptedOperations, principals: PrincipalDirectory
 ) -> None:
     operations.go_on = asyncio.Event()
-    settings = ListenerSettings(address="127.0.0.1:0", stop_grace_s=5)
+    settings = ListenerSettings(address="127.0.0.1:0", stop_grace_s=30)
     listener = admin_listener(operations, principals, settings)
     async with asyncio.TaskGroup() as tasks, listener.serving():
         channel = grpc.aio.insecure_channel(listener.address)
         health: Any = health_pb2_grpc.HealthStub(channel)
-        watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=10)
+        watching = health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
         stub: Any = admin_pb2_grpc.OpenEngineAdminStub(channel)
-        stream = stub.Pause(WELL_FORMED["Pause"], metadata=bearer("admin"), timeout=10)
+        stream = stub.Pause(WELL_FORMED["Pause"], metadata=bearer("admin"), timeout=60)
         assert (await stream.read()).sequence == 1
 
         async def observe() -> None:
@@ -155,7 +155,7 @@ async def test_a_call_that_outlives_the_grace_ends_with_a_status(
     async with listener.serving():
         channel = grpc.aio.insecure_channel(listener.address)
         stub: Any = admin_pb2_grpc.OpenEngineAdminStub(channel)
-        stream = stub.Pause(WELL_FORMED["Pause"], metadata=bearer("admin"), timeout=10)
+        stream = stub.Pause(WELL_FORMED["Pause"], metadata=bearer("admin"), timeout=60)
         assert (await stream.read()).sequence == 1
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stream.read()
@@ -171,7 +171,7 @@ async def test_more_calls_than_allowed_at_once_are_refused_as_exhausted(
     listener = admin_listener(operations, principals, settings)
     async with listener.serving(), grpc.aio.insecure_channel(listener.address) as channel:
         stub: Any = admin_pb2_grpc.OpenEngineAdminStub(channel)
-        stream = stub.Pause(WELL_FORMED["Pause"], metadata=bearer("admin"), timeout=10)
+        stream = stub.Pause(WELL_FORMED["Pause"], metadata=bearer("admin"), timeout=60)
         assert (await stream.read()).sequence == 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(channel, "GetAdminProfile", bearer("viewer"))

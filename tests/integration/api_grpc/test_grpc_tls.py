@@ -96,7 +96,7 @@ def client(address: str, authority: Authority, name: str | None, token: str | No
         certificate=authority.read(f"{name}.pem") if name else None,
         key=authority.read(f"{name}.key") if name else None,
     )
-    return AdminClient(AdminTarget(address=address, token=token, tls=tls, timeout_s=10))
+    return AdminClient(AdminTarget(address=address, token=token, tls=tls, timeout_s=60))
 
 
 @pytest.mark.slow

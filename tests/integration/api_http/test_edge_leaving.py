@@ -11,7 +11,7 @@ from iop.edge.calls import Outcome
 from iop.edge.snapshot import DispatchLimits
 from iop.testing.http_site import RawCaller
 from iop.testing.stub_engine import StubCall, sse_events, whole_answer
-from iop.testing.waiting import eventually
+from iop.testing.waiting import SOON_S, eventually
 
 STREAM = b'{"model":"fast","stream":true,"messages":[]}'
 PLAIN = b'{"model":"fast","messages":[]}'
@@ -72,7 +72,7 @@ async def test_a_caller_that_leaves_ends_the_engines_request(script, mark, body,
         if mark:
             await caller.read_until(mark)
         await leave(caller, is_polite)
-        await call.wait_gone(within_s=1.0)
+        await call.wait_gone(within_s=SOON_S)
         await fleet.settled()
         assert fleet.outcome("this-one") is Outcome.CLIENT_CANCELLED
         assert fleet.edge.pools.leases.returned_total == 1
@@ -104,7 +104,7 @@ async def test_a_caller_that_leaves_the_queue_is_forgotten_at_once(is_polite: bo
         await second.send(post(STREAM, ID))
         await eventually(lambda: fleet.edge.outcomes.live == 2)
         await leave(second, is_polite)
-        await eventually(lambda: fleet.outcome("this-one") is Outcome.CLIENT_CANCELLED, within_s=1.0)
+        await eventually(lambda: fleet.outcome("this-one") is Outcome.CLIENT_CANCELLED, within_s=SOON_S)
         assert len(fleet.stub.calls) == 1
         await leave(first, is_polite)
         await fleet.settled()
@@ -185,7 +185,7 @@ async def test_no_route_and_no_ending_leaks_a_lease(ending: str) -> None:
                     if ending == "gone":
                         call = await call_is_held(fleet)
                         caller.reset()
-                        await call.wait_gone(within_s=1.0)
+                        await call.wait_gone(within_s=SOON_S)
                     else:
                         await caller.read_until(b"\r\n\r\n")
                     await caller.close()
@@ -226,7 +226,7 @@ async def test_a_slow_caller_slows_its_own_provider_and_nobody_else() -> None:
             assert (await fleet.post(STREAM))[0] == 200
         slow.writer.transport.resume_reading()
         stuck = sent
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while sent < stuck + (1 << 20):
                 await slow.reader.read(1 << 16)
         slow.reset()

@@ -9,6 +9,7 @@ import pytest
 from http_fleet import fleet_of
 
 from iop.testing.stub_engine import StubCall, whole_answer
+from iop.testing.waiting import SOON_S
 
 ASK = [{"role": "user", "content": "hello"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -80,7 +81,7 @@ async def test_a_caller_that_leaves_ends_the_run() -> None:
         )
         await caller.read_until(b"one")
         caller.reset()
-        await fleet.stub.calls[0].wait_gone(within_s=1.0)
+        await fleet.stub.calls[0].wait_gone(within_s=SOON_S)
         await fleet.settled()
 
 

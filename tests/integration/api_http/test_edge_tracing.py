@@ -239,7 +239,10 @@ async def test_what_is_not_sampled_still_has_its_context_passed_on() -> None:
 
 
 @pytest.mark.clause("SF-32")
-async def test_a_collector_that_is_away_costs_callers_nothing_and_the_exit_little() -> None:
+async def test_a_collector_that_is_away_costs_callers_nothing_and_the_exit_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("iop.obs.otel.CLOSE_TIMEOUT_S", 0.5)  # far below what the exporter would take
     settings = TracingSettings(
         endpoint="http://127.0.0.1:9/v1/traces", sample_ratio=1.0, process="edge", interval_s=0.02
     )

@@ -16,7 +16,7 @@ from iop.api.http.limits import HttpLimits
 from iop.api.http.server import HttpServer
 from iop.engine import Engine
 from iop.testing.http_site import RawCaller, SystemClock
-from iop.testing.waiting import eventually
+from iop.testing.waiting import SOON_S, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -233,7 +233,7 @@ async def test_the_generation_ends_when_its_caller_leaves(
             "stream": is_stream,
             "ignore_eos": True,
             "n": 4,
-            "max_tokens": 400,
+            "max_tokens": 1500,
         }
     ).encode()
     before = place.engine.counters().requests_cancelled
@@ -248,8 +248,8 @@ async def test_the_generation_ends_when_its_caller_leaves(
         await caller.close()
     else:
         caller.reset()
-    await eventually(lambda: place.engine.counters().requests_cancelled == before + 1, within_s=1.0)
-    await eventually(lambda: place.engine.counters().running == 0, within_s=1.0)
+    await eventually(lambda: place.engine.counters().requests_cancelled == before + 1, within_s=SOON_S)
+    await eventually(lambda: place.engine.counters().running == 0, within_s=SOON_S)
 
 
 async def test_counting_tokens_agrees_with_usage(place: Place) -> None:

@@ -13,7 +13,7 @@ from iop.api.http.limits import HttpLimits
 from iop.api.http.protocol import HttpConnection
 from iop.core.errors import Unavailable
 from iop.testing.http_site import RawCaller, Recorder, SilentTransport, Site
-from iop.testing.waiting import eventually
+from iop.testing.waiting import SOON_S, eventually
 
 GET = b"GET /a HTTP/1.1\r\nHost: e\r\n\r\n"
 
@@ -255,7 +255,7 @@ async def test_a_body_that_drips_is_timed_out_in_the_end(site: Site) -> None:
 
 
 async def test_an_idle_connection_is_closed(site: Site) -> None:
-    await site.serve(Recorder(), limits=HttpLimits(idle_timeout_s=0.3))
+    await site.serve(Recorder(), limits=HttpLimits(idle_timeout_s=1.0))
     caller = await site.call()
     await caller.send(GET)
     await caller.read_answer()
@@ -299,7 +299,7 @@ async def test_a_caller_that_leaves_is_noticed(site: Site, phase: str, is_polite
         await caller.close()
     else:
         caller.reset()
-    await eventually(lambda: gone == [phase], within_s=1.0)
+    await eventually(lambda: gone == [phase], within_s=SOON_S)
     assert handler.exchanges[0].is_gone
 
 
@@ -320,8 +320,7 @@ async def test_a_task_that_answers_is_cancelled_when_its_caller_leaves(site: Sit
     await caller.send(GET)
     await eventually(lambda: bool(handler.exchanges))
     await caller.close()
-    async with asyncio.timeout(1):
-        await ended.wait()
+    await eventually(ended.is_set, within_s=SOON_S)
 
 
 @pytest.mark.clause("SF-07")

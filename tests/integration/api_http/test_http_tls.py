@@ -17,7 +17,7 @@ from iop.api.http.tls import RenewedTls
 from iop.core.errors import InvalidRequest
 from iop.net.tls import ServerTls
 from iop.testing.http_site import RawCaller, Recorder, SystemClock
-from iop.testing.waiting import eventually
+from iop.testing.waiting import SOON_S, eventually
 
 GET = b"GET /a HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -82,7 +82,7 @@ async def test_a_caller_that_leaves_is_noticed_through_tls(place: TlsSite) -> No
             await caller.close()
         else:
             caller.reset()
-        await eventually(lambda: bool(gone), within_s=1.0)
+        await eventually(lambda: bool(gone), within_s=SOON_S)
         gone.clear()
 
 

@@ -14,7 +14,7 @@ from chain_site import Chain, chained
 from test_chained_edges import CALL, TOOLS, say, site
 
 from iop.testing.stub_engine import StubCall, StubEngine, whole_answer
-from iop.testing.waiting import eventually
+from iop.testing.waiting import SOON_S, eventually
 
 pytestmark = pytest.mark.clause("SF-02", "SF-24")
 
@@ -158,16 +158,16 @@ async def test_openai_leaves_a_stream_and_everything_is_free(kind: str, tmp_path
         async for _ in stream:
             break
         await stream.close()
-        async with asyncio.timeout(1.0):
-            await eventually(lambda: stub.calls[0].is_closed)
-            await eventually(lambda: chain.outer.leases == chain.inner.leases == 0)
+        await eventually(
+            lambda: stub.calls[0].is_closed and chain.outer.leases == chain.inner.leases == 0, within_s=SOON_S
+        )
 
 
 async def test_openai_has_enough_of_waiting(kind: str, tmp_path: Path) -> None:
     async def hang(call: StubCall) -> None:
         await call.wait_gone(within_s=10)
 
-    async with site(tmp_path, kind) as (chain, stub), gpt(chain, timeout=0.3) as client:
+    async with site(tmp_path, kind) as (chain, stub), gpt(chain, timeout=1.0) as client:
         stub.script = hang
         with pytest.raises(openai.APITimeoutError):
             await client.chat.completions.create(model="fast", messages=HELLO)

@@ -15,7 +15,7 @@ from chain_site import TARGET, Chain, chained, edge_yaml, place
 from iop.edge.calls import Outcome
 from iop.testing.http_site import RawCaller
 from iop.testing.stub_engine import StubCall, StubEngine, sse_events, whole_answer
-from iop.testing.waiting import eventually
+from iop.testing.waiting import SOON_S, eventually
 
 pytestmark = pytest.mark.clause("SF-24")
 
@@ -23,7 +23,6 @@ HELLO = {"model": "fast", "messages": [{"role": "user", "content": "hello"}]}
 STREAM = {**HELLO, "stream": True}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALL = {"id": "c-1", "type": "function", "function": {"name": "weather", "arguments": '{"in": "Bonn"}'}}
-SOON_S = 1.0
 """Within which a caller that left has cancelled the last engine's work (SF-07)."""
 
 
@@ -205,9 +204,9 @@ async def test_a_caller_that_leaves_frees_both_leases_within_a_second(kind: str,
         await caller.read_until(b"one ")
         assert (chain.outer.leases, chain.inner.leases) == (1, 1)
         caller.reset()
-        async with asyncio.timeout(SOON_S):
-            await eventually(lambda: stub.calls[0].is_closed)
-            await eventually(lambda: chain.outer.leases == chain.inner.leases == 0)
+        await eventually(
+            lambda: stub.calls[0].is_closed and chain.outer.leases == chain.inner.leases == 0, within_s=SOON_S
+        )
         await chain.settled()
         for edge in (chain.outer.edge, chain.inner.edge):
             assert edge.outcomes.totals()[Outcome.CLIENT_CANCELLED] == 1
@@ -339,14 +338,13 @@ async def test_the_outer_edges_limit_ends_the_inner_ones_request(kind: str, tmp_
     async def hang(call: StubCall) -> None:
         await call.wait_gone(within_s=20)
 
-    limits = {"edge": {"limits": {"first_byte_timeout_sec": 0.3}}}
+    limits = {"edge": {"limits": {"first_byte_timeout_sec": 1.0}}}
     async with site(tmp_path, kind, outer=limits) as (chain, stub):
         stub.script = hang
         status, _, body = await chain.outer.answer(STREAM)
         assert status == 504
         assert body["error"]["code"] == "timeout"
-        async with asyncio.timeout(SOON_S):
-            await eventually(lambda: chain.inner.leases == 0 and stub.calls[0].is_closed)
+        await eventually(lambda: chain.inner.leases == 0 and stub.calls[0].is_closed, within_s=SOON_S)
 
 
 @pytest.mark.clause("EN-110")

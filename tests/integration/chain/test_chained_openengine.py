@@ -30,11 +30,9 @@ from iop.pb.openengine.v1 import (
     server_pb2,
 )
 from iop.testing.http_site import SystemClock
-from iop.testing.waiting import eventually
+from iop.testing.waiting import SOON_S, eventually
 
 pytestmark = pytest.mark.clause("SF-24")
-
-SOON_S = 1.0
 
 
 @dataclass
@@ -218,15 +216,15 @@ async def test_a_chat_reaches_the_models_own_template(line: Line) -> None:
 @pytest.mark.clause("SF-07", "SF-20")
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 async def test_a_client_that_has_enough_frees_everything_within_a_second(line: Line, how: str) -> None:
-    call = line.outer.inference.Generate(endless(), timeout=20 if how == "cancel" else 0.7)
+    call = line.outer.inference.Generate(endless(), timeout=20 if how == "cancel" else 2.0)
     await call.read()
     assert line.outer.leases == line.inner.leases == line.engine.counters().running == 1
     if how == "cancel":
         call.cancel()
     assert await call.code() in {grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
-    async with asyncio.timeout(SOON_S):
-        await eventually(lambda: line.engine.counters().running == 0)
-        await eventually(lambda: line.outer.leases == line.inner.leases == 0)
+    await eventually(
+        lambda: line.engine.counters().running == line.outer.leases == line.inner.leases == 0, within_s=SOON_S
+    )
 
 
 @pytest.mark.clause("SF-23")
@@ -270,7 +268,7 @@ async def test_an_inner_edge_that_lost_its_engine_shows_at_the_outer(tmp_path: P
             told = await line.outer.control.Health(lifecycle_pb2.HealthRequest(model="fast"))
             return int(told.state)
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while await state() != lifecycle_pb2.HEALTH_STATE_NOT_READY:  # noqa: ASYNC110 - level-triggered
                 await asyncio.sleep(0.01)
         assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -64,7 +64,7 @@ def as_answer(events: list[GenerationEvent], index: int = 0) -> Answer:
     )
 
 
-async def eventually(predicate: Callable[[], bool], *, within_s: float = 10.0) -> None:
+async def eventually(predicate: Callable[[], bool], *, within_s: float = 30.0) -> None:
     """Look again on every turn of the loop until it holds."""
     async with asyncio.timeout(within_s):
         while not predicate():  # noqa: ASYNC110  # the predicate is about processes and counters, which signal nobody

@@ -28,7 +28,7 @@ async def test_a_killed_rank_fails_the_engine_closed(engine: Engine, victim: int
     stream = engine.generate(request("a", max_tokens=1900))
     await anext(stream)
     os.kill(pids[victim], signal.SIGKILL)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         with pytest.raises(Unavailable) as ended:
             await collect(stream)
         why = await engine.wait_failed()
@@ -46,7 +46,7 @@ async def test_a_killed_rank_fails_the_engine_closed(engine: Engine, victim: int
 async def test_an_idle_engine_notices_a_death(engine: Engine) -> None:
     pids = await pids_of(engine)
     os.kill(pids[0], signal.SIGKILL)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert await engine.wait_failed()
     assert not any(is_alive(pid) for pid in pids)
 

@@ -115,10 +115,9 @@ async def test_streams_finish_under_the_config_that_they_began_with(tmp_path: Pa
             go_on.set()
             for n, stream in enumerate(streams):
                 assert b"[DONE]" in await stream.read_to_end()
-                assert await fleet.outcome(f"s{n}") == "complete"
+                assert await fleet.ended(f"s{n}") == "complete"
             await fleet.settled()
-            providers = (await fleet.node("n1"))["providers"]
-            assert [item["id"] for item in providers] == ["other"]
+            assert [item["id"] for item in (await fleet.node("n1"))["providers"]] == ["other"]
 
 
 def _member(adapter: str) -> dict[str, str]:
@@ -142,41 +141,52 @@ async def test_a_full_a_slow_and_an_empty_pool_answer_as_they_must(tmp_path: Pat
         await call.write(whole_answer(b"{}"))
 
     async with StubEngine(script) as stub:
-        queue = {"max": 2, "timeout_sec": 0.8, "no_capacity_grace_sec": 0.5}
+        # Two models on the same slots: who waits for one of them is in no hurry.
+        models = [
+            {
+                "id": name,
+                "long_context_tokens": 50,
+                "queue": {"max": 2, "timeout_sec": timeout_s, "no_capacity_grace_sec": 0.5},
+                "providers": [{"node": "n1", "adapter": "main", "target": "real"}],
+            }
+            for name, timeout_s in (("fast", 60), ("hasty", 0.3))
+        ]
         async with ProcessFleet(
             tmp_path,
             {"n1": [provider(stub.endpoint, capacity=2, long_context_capacity=1)]},
-            model={"queue": queue, "long_context_tokens": 50},
+            edge={"models": models},
         ) as fleet:
             await fleet.start()
 
-            async def waits(number: int) -> bool:
+            async def live(number: int) -> bool:
                 return bool((await fleet.status())["counters"]["requests_live"] == number)
 
             # The long slot is busy: a second long one waits in its class and holds up no short one.
             first = await fleet.ask(LONG)
-            await eventually(lambda: waits(1), what="one runs")
+            await eventually(lambda: len(stub.calls) == 1, what="one runs")
             second_long = await fleet.ask(LONG)
-            await eventually(lambda: waits(2), what="one waits")
+            await eventually(lambda: live(2), what="one waits")
             short = await fleet.ask(PLAIN)
             await eventually(lambda: len(stub.calls) == 2, what="the short one runs beside")
-            status, fields, _ = await second_long.read_answer()
+            assert await live(3)
+
+            # Both slots are busy: who waits has a time, another waits beside, the third is told so at once.
+            hasty = await fleet.ask({**PLAIN, "model": "hasty"})
+            status, fields, _ = await hasty.read_answer()
             assert (status, fields[b"x-iop-reason"]) == (429, b"queue_timeout")
             assert b"retry-after" in fields
-
-            # Both slots are busy: two wait, the third is told so at once.
-            waiting = []
-            for number in (3, 4):
-                waiting.append(await fleet.ask(PLAIN))
-                await eventually(lambda number=number: waits(number), what="it waits")
+            waiting = await fleet.ask(PLAIN)
+            await eventually(lambda: live(4), what="it waits")
             refused = await fleet.ask(PLAIN)
             status, fields, _ = await refused.read_answer()
             assert (status, fields[b"x-iop-reason"]) == (429, b"queue_full")
             # One who leaves frees the place at once.
-            waiting.pop().reset()
-            await eventually(lambda: waits(3), what="its place is free")
+            waiting.reset()
+            await eventually(lambda: live(3), what="its place is free")
+            waiting = await fleet.ask(PLAIN)
+            await eventually(lambda: live(4), what="another has it")
             go_on.set()
-            for caller in (first, short, *waiting):
+            for caller in (first, second_long, short, waiting):
                 assert (await caller.read_answer())[0] == 200
             await fleet.settled()
 
@@ -214,7 +224,7 @@ print(oct(os.stat(".").st_mode & 0o777), os.getcwd(), open("notes").read().count
 def agent(file: Path, code: str, *arguments: str, **more: object) -> dict[str, object]:
     file.write_text(code)
     name = file.stem
-    settings = {"command": [sys.executable, "-S", str(file), *arguments], "start_timeout_sec": 2, **more}
+    settings = {"command": [sys.executable, "-S", str(file), *arguments], "start_timeout_sec": 60, **more}
     return {"name": name, "type": "cli", "cli": settings}
 
 
@@ -234,7 +244,7 @@ async def test_agents_that_will_not_die_that_ask_and_that_write_side_by_side(tmp
     tag = f"agent-of-{os.getpid()}-{tmp_path.name}"
     agents = [
         agent(tmp_path / "stubborn.py", STUBBORN, tag, output="json_lines"),
-        agent(tmp_path / "asking.py", ASKING),
+        agent(tmp_path / "asking.py", ASKING, start_timeout_sec=2),
         agent(tmp_path / "writing.py", WRITING),
     ]
     models = [
@@ -253,7 +263,7 @@ async def test_agents_that_will_not_die_that_ask_and_that_write_side_by_side(tmp
         caller.reset()
         await eventually(lambda: not tagged(tag), what="the agent and all of its processes are gone")
         await fleet.settled()
-        assert await fleet.outcome("left") == "client_cancelled"
+        assert await fleet.ended("left") == "client_cancelled"
 
         asking = await fleet.ask(request("asking"))
         status, _, body = await asking.read_answer()
@@ -292,11 +302,17 @@ async def test_a_hanging_engine_delays_no_other_provider_of_its_node(tmp_path: P
             await eventually(lambda: len(hanging.calls) == 4, what="every slot of the hanging one is taken")
             caller = await fleet.call()
             for _ in range(20):
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(20):
                     await caller.send(post(PLAIN))
                     assert (await caller.read_answer())[0] == 200
-            leases = (await fleet.status())["leases"]
-            assert [lease["provider"] for lease in leases] == ["main"] * 4
+
+            async def are_the_stuck() -> bool:
+                nonlocal leases
+                leases = (await fleet.status())["leases"]
+                return [lease["provider"] for lease in leases] == ["main"] * 4
+
+            leases: list[dict[str, str]] = []
+            await eventually(are_the_stuck, what="only the hanging ones hold a lease")
             assert len({lease["run_id"] for lease in leases}) == 4
             for caller in stuck:
                 caller.reset()

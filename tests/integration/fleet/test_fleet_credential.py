@@ -27,7 +27,7 @@ async def test_status_says_that_the_engine_refuses_the_credential_and_which_key_
             reason = str(provider["reason"])
             return "refuses the credential" in reason and "admin.token" in reason
 
-        await eventually(is_told, what="the cause is told", within_s=20.0)
+        await eventually(is_told, what="the cause is told")
         (provider,) = (await fleet.node("n1"))["providers"]
         assert "not-the-engines" not in str(provider)
         assert "127.0.0.1" not in provider["reason"]

@@ -12,6 +12,7 @@ import pytest
 
 from iop.testing.process_fleet import ProcessFleet, eventually, provider
 from iop.testing.stub_engine import StubCall, StubEngine, sse_events, whole_answer
+from iop.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +20,7 @@ ROUTES = ("chat/completions", "completions", "messages", "responses", "embedding
 ROUNDS = int(os.environ.get("IOP_LEASE_ROUNDS", "1"))
 SOAK_ROUNDS = int(os.environ.get("IOP_LEASE_SOAK_ROUNDS", "50"))
 FIRST_BYTE_TIMEOUT_S = 0.15
+"""Where running into it is the subject; elsewhere a busy machine must not."""
 
 
 async def end_ok(call: StubCall) -> None:
@@ -80,9 +82,7 @@ class Engine:
             self.running.discard(call)
 
 
-def fleet_for(
-    directory: Path, stub: StubEngine, *, first_byte_timeout_s: float = FIRST_BYTE_TIMEOUT_S
-) -> ProcessFleet:
+def fleet_for(directory: Path, stub: StubEngine, *, first_byte_timeout_s: float = PATIENCE_S) -> ProcessFleet:
     return ProcessFleet(
         directory,
         {"n1": [provider(stub.endpoint, capacity=1)]},
@@ -103,7 +103,7 @@ async def run_once(fleet: ProcessFleet, engine: Engine, route: str, ending: str,
         path=f"/v1/{route}",
     )
     if ending == "gone":
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await engine.arrived.wait()
         caller.reset()
     else:
@@ -113,7 +113,11 @@ async def run_once(fleet: ProcessFleet, engine: Engine, route: str, ending: str,
 
 async def run_matrix(directory: Path, endings: tuple[str, ...], *, rounds: int) -> None:
     engine = Engine()
-    async with StubEngine(engine) as stub, fleet_for(directory, stub) as fleet:
+    first_byte_timeout_s = FIRST_BYTE_TIMEOUT_S if "time-out" in endings else PATIENCE_S
+    async with (
+        StubEngine(engine) as stub,
+        fleet_for(directory, stub, first_byte_timeout_s=first_byte_timeout_s) as fleet,
+    ):
         await fleet.start()
         count = 0
         for ending in endings:
@@ -135,8 +139,15 @@ async def run_matrix(directory: Path, endings: tuple[str, ...], *, rounds: int) 
 
 @pytest.mark.case("P-09")
 @pytest.mark.clause("EN-31", "EN-112", "SF-07")
-async def test_no_route_and_no_ending_leaks_a_lease_of_real_processes(tmp_path: Path) -> None:
-    await run_matrix(tmp_path, tuple(ENDINGS), rounds=ROUNDS)
+@pytest.mark.parametrize(
+    "endings",
+    [tuple(ending for ending in ENDINGS if ending != "time-out"), ("time-out",)],
+    ids=["all", "time-out"],
+)
+async def test_no_route_and_no_ending_leaks_a_lease_of_real_processes(
+    tmp_path: Path, endings: tuple[str, ...]
+) -> None:
+    await run_matrix(tmp_path, endings, rounds=ROUNDS)
 
 
 @pytest.mark.soak
@@ -165,7 +176,7 @@ async def test_a_capacity_that_changes_under_running_requests_is_kept_and_leaks_
         running.discard(call)
         await call.end_chunks()
 
-    async with StubEngine(script) as stub, fleet_for(tmp_path, stub, first_byte_timeout_s=30) as fleet:
+    async with StubEngine(script) as stub, fleet_for(tmp_path, stub) as fleet:
         await fleet.start()
 
         async def figures() -> tuple[int, int, int]:
@@ -205,4 +216,4 @@ async def test_a_capacity_that_changes_under_running_requests_is_kept_and_leaks_
         # The Edge knows the new capacity a moment before the Node, whose own gate then refuses (EN-95, EN-117).
         assert counters["leases_granted"] == counters["leases_returned"] == 12 + counters["repeats"]
         assert counters["outcome_complete"] == 12
-        assert await figures() == (2, 0, 0)
+        await come(2, 0, 0)

@@ -188,7 +188,7 @@ def serial(port: int, files: Files) -> int:
     import socket
 
     with (
-        socket.create_connection(("127.0.0.1", port), timeout=5) as raw,
+        socket.create_connection(("127.0.0.1", port), timeout=30) as raw,
         context.wrap_socket(raw, server_hostname="127.0.0.1") as wrapped,
     ):
         certificate = wrapped.getpeercert()
@@ -214,7 +214,7 @@ def test_a_renewed_certificate_is_served_without_a_restart(
                 "unusable files change nothing"
             )
             files.issue("edge", "localhost", "127.0.0.1")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while await asyncio.to_thread(serial, listener.port, files) == old:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             sink = edge.open_tunnel()

@@ -30,7 +30,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def read(answer: AnswerStream) -> list[tuple[Any, Any]]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         return [event async for event in answer]
 
 

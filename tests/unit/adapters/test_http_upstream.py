@@ -321,19 +321,19 @@ async def test_no_head_in_time_is_a_timeout_and_closes() -> None:
         sink = await client.get(timeout_s=0.05)
         assert sink.error is not None
         assert sink.error.failure is UpstreamFailure.TIMEOUT
-        await eventually(lambda: client.server.requests[0].connection.is_closed, within_s=1)
+        await eventually(lambda: client.server.requests[0].connection.is_closed)
 
 
 async def test_a_body_may_take_longer_than_the_head_may() -> None:
     async def script(request: UpstreamRequest) -> None:
         await request.connection.write(CHUNKED_HEAD)
         for _ in range(5):
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.25)
             await request.connection.write(chunk(b"a"))
         await request.connection.write(LAST_CHUNK)
 
     async with talking(script) as client:
-        assert (await client.get(timeout_s=0.1)).body == b"aaaaa"
+        assert (await client.get(timeout_s=1.0)).body == b"aaaaa"
 
 
 async def test_a_large_body_arrives_whole_and_in_order() -> None:
@@ -400,7 +400,7 @@ async def test_idle_connections_are_bounded_and_time_out() -> None:
         gate.set()
         await eventually(lambda: all(sink.ended for sink in sinks))
         assert client.client.idle_count <= 2
-        await eventually(lambda: client.client.connection_count == 0, within_s=2)
+        await eventually(lambda: client.client.connection_count == 0)
 
 
 async def test_head_has_no_body() -> None:
@@ -461,7 +461,7 @@ async def test_closing_does_not_wait_for_a_dial() -> None:
             filler.setblocking(False)
             filler.connect_ex(("127.0.0.1", port))
         sink = Sink()
-        async with asyncio.timeout(2), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
             client = HttpUpstream(Origin.parse(f"http://127.0.0.1:{port}"), connect_timeout_s=60)
             client.start(tasks)
             client.request(HttpRequest(method=b"GET", path=b"/"), sink)

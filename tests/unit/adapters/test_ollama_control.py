@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +41,7 @@ from iop.testing.adapter_suite import (
     plain_answer,
     step_call,
 )
-from iop.testing.waiting import eventually
+from iop.testing.waiting import eventually, free_ports
 from iop.wire.messages import AdapterConfig, OllamaSettings, RunRequest
 
 PAUSE = PauseStep(pause=PauseSpec(mode=PauseMode.DRAIN, admission=AdmissionPolicy.QUEUE))
@@ -139,9 +138,7 @@ class Harness:
 
     @contextlib.asynccontextmanager
     async def unreachable(self) -> AsyncIterator[Adapter]:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        async with running(f"http://127.0.0.1:{port}", "m") as adapter:
+        async with running(f"http://127.0.0.1:{free_ports(1)[0]}", "m") as adapter:
             yield adapter
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -25,6 +24,7 @@ from iop.testing.adapter_suite import (
     step_call,
     tunnel_request,
 )
+from iop.testing.waiting import free_ports
 from iop.wire.messages import (
     AdapterConfig,
     OpenAICompatSettings,
@@ -55,9 +55,7 @@ async def running(config: AdapterConfig) -> AsyncIterator[OpenAICompatAdapter]:
 
 
 def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @dataclass

@@ -58,7 +58,7 @@ async def server() -> AsyncIterator[tuple[str, list[int]]]:
 
 
 def client(address: str, token: str | None = "viewer") -> OpsClient:
-    return OpsClient(OpsTarget(address=address, token=token, timeout_s=5.0))
+    return OpsClient(OpsTarget(address=address, token=token, timeout_s=60.0))
 
 
 async def whole(pieces: Iterator[bytes]) -> bytes:

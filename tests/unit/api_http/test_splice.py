@@ -122,10 +122,10 @@ def test_integers_are_read_where_they_are_some() -> None:
 @pytest.mark.slow
 def test_a_body_of_many_small_values_does_not_hold_up_the_loop() -> None:
     body = b'{"model":"a","x":[' + b"[]," * 2_000_000 + b"1]}"
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(InvalidRequest):
         read_fields(body, depth_max=128)
-    assert time.perf_counter() - started < 2.0
+    assert time.thread_time() - started < 2.0
 
 
 @pytest.mark.clause("SF-03")

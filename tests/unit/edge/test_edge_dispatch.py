@@ -86,7 +86,7 @@ async def test_a_request_waits_for_a_slot_and_gets_it_when_the_other_ends(make_e
 
 @pytest.mark.clause("EN-110")
 async def test_queue_full_is_refused_at_once_and_queue_timeout_at_the_deadline(make_edge):
-    edge = await make_edge(snapshot_of(ONE, FAST, queue=QueueSpec(max_waiters=1, timeout_s=0.05)))
+    edge = await make_edge(snapshot_of(ONE, FAST, queue=QueueSpec(max_waiters=1, timeout_s=0.5)))
     FakeEdgeConnection(edge.nodes).connect()
     await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
     async with asyncio.TaskGroup() as tasks:
@@ -198,7 +198,7 @@ async def test_a_node_that_never_confirms_a_cancel_loses_the_lease_anyway(make_e
     FakeEdgeConnection(edge.nodes).connect()
     handle = await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
     handle.cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await edge.dispatcher.wait_idle()
     assert edge.dispatcher.overdue_cancels_total == 1
 
@@ -362,7 +362,7 @@ async def test_no_first_byte_in_time_ends_with_timeout_and_a_cancel_to_the_node(
     ended = asyncio.Event()
     sink = RecordingSink(on_end_hook=ended.set)
     handle = await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(sink))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await ended.wait()
     assert (sink.error.code, handle.outcome) == ("timeout", Outcome.TIMEOUT)
     assert node.streams[0].cancelled == [CancelReason.TIMEOUT]
@@ -373,7 +373,7 @@ async def test_no_first_byte_in_time_ends_with_timeout_and_a_cancel_to_the_node(
 
 @pytest.mark.clause("SF-12", "AD-41", "SF-07")
 async def test_time_frozen_by_keep_does_not_count_and_a_cancel_waits_for_the_safe_point(make_edge):
-    limits = DispatchLimits(first_byte_timeout_s=0.05, cancel_confirm_s=0.01)
+    limits = DispatchLimits(first_byte_timeout_s=0.3, cancel_confirm_s=0.01)
     edge = await make_edge(snapshot_of({"n1/main": adapter_spec("main")}, FAST, limits=limits))
     node = FakeEdgeConnection(edge.nodes).connect()
     key = provider_key("n1/main")
@@ -383,12 +383,12 @@ async def test_time_frozen_by_keep_does_not_count_and_a_cancel_waits_for_the_saf
     assert edge.dispatcher.freeze((key,)) == 2
     gone.cancel()
     assert gone.outcome is Outcome.CLIENT_CANCELLED
-    await asyncio.sleep(0.1)  # real time must pass for its absence to be seen
+    await asyncio.sleep(0.4)  # real time must pass for its absence to be seen
     assert kept.outcome is None
     assert len(edge.pools.leases) == 2, "the lease of the one who left comes back at the safe point"
     assert node.streams[1].at_safe_point
     assert edge.dispatcher.thaw((key,)) == 2
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await edge.dispatcher.wait_idle()  # both run into their bounds now
     assert kept.outcome is Outcome.TIMEOUT
 
@@ -448,7 +448,7 @@ async def test_a_gate_that_closes_in_the_turn_of_the_grant_keeps_the_request_out
 
 @pytest.mark.clause("EN-116")
 async def test_a_provider_that_fails_fast_is_left_alone_and_tried_with_one_request(make_edge):
-    breaker = BreakerSpec(failures=3, window_s=10, open_s=0.05)
+    breaker = BreakerSpec(failures=3, window_s=10, open_s=0.5)
     edge = await make_edge(snapshot_of({"n1/main": adapter_spec("main", capacity=4)}, FAST, breaker=breaker))
     node = FakeEdgeConnection(edge.nodes).connect()
     for _ in range(3):

@@ -35,7 +35,7 @@ from iop.core.errors import InvalidRequest, Unavailable, Unsupported
 from iop.node.node import Node, NodeIdentity
 from iop.node.supervisor import LinkState, ReconnectPolicy
 from iop.testing.adapter_suite import RunRecorder, SystemTestClock, TunnelRecorder
-from iop.testing.waiting import eventually
+from iop.testing.waiting import PATIENCE_S, eventually
 from iop.wire.messages import (
     AdapterConfig,
     CancelReason,
@@ -140,14 +140,14 @@ class Rig:
 @contextlib.asynccontextmanager
 async def running(policy: ReconnectPolicy = FAST, *, stop_grace_s: float = 5.0) -> AsyncIterator[Rig]:
     rig = Rig(policy, stop_grace_s=stop_grace_s)
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         task = tasks.create_task(rig.main())
         try:
             yield rig
         finally:
             rig.node.stop()
             rig.node.stop()
-            await asyncio.wait([task], timeout=10)
+            await asyncio.wait([task], timeout=PATIENCE_S)
             assert task.done(), "the node did not stop"
 
 

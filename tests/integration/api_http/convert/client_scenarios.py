@@ -19,6 +19,7 @@ from http_fleet import HttpFleet
 from scripted_backends import BACKENDS
 
 from iop.testing.stub_engine import Script, StubCall, whole_answer
+from iop.testing.waiting import SOON_S
 
 HOLD_AFTER = {"chat": 2, "messages": 4, "responses": 4, "run": 1}
 """Chunks after which a held stream says no more; the first text is among them."""
@@ -317,19 +318,19 @@ async def retry_after(bench: Bench) -> None:
     ask = Ask(f"do:limited-{bench.driver.is_sync} now")
     answer = await bench.driver.call(bench.driver.params(ask), max_retries=2)
     assert bench.driver.talk.whole(answer).text == "Héllo 🚀"
-    assert 0.9 <= loop.time() - begun < 6  # the client's own first wait would be half a second
+    assert 0.9 <= loop.time() - begun < 20  # the client's own first wait would be half a second
 
 
 async def time_out(bench: Bench) -> None:
     with pytest.raises(bench.driver.talk.errors.APITimeoutError):
-        await bench.driver.call(bench.driver.params(Ask("do:hang now")), timeout=0.3)
-    await bench.fleet.stub.calls[-1].wait_gone(within_s=1.0)
+        await bench.driver.call(bench.driver.params(Ask("do:hang now")), timeout=1.0)
+    await bench.fleet.stub.calls[-1].wait_gone(within_s=SOON_S)
 
 
 async def cancel_stream(bench: Bench) -> None:
     events = await bench.driver.call(bench.driver.params(Ask("do:hold now"), is_stream=True), leave_after=1)
     assert len(events) == 1
-    await bench.fleet.stub.calls[-1].wait_gone(within_s=1.0)
+    await bench.fleet.stub.calls[-1].wait_gone(within_s=SOON_S)
 
 
 SCENARIOS = (

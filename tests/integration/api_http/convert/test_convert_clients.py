@@ -14,6 +14,7 @@ from http_fleet import HttpFleet, fleet_of
 from scripted_backends import BACKENDS
 
 from iop.testing.stub_engine import StubCall, whole_answer
+from iop.testing.waiting import SOON_S
 
 ROUTES = [
     ("messages", "chat"),
@@ -153,7 +154,7 @@ async def test_leaving_a_converted_stream_cancels_the_providers(dialect: str) ->
                 if "delta" in event.type and "one" in str(event):
                     break
             await stream.close()
-        await fleet.stub.calls[0].wait_gone(within_s=1.0)
+        await fleet.stub.calls[0].wait_gone(within_s=SOON_S)
 
 
 @pytest.mark.clause("SF-06", "SF-14")
