@@ -92,6 +92,7 @@ def snapshot_of(config: EdgeConfig, *, revision: int, now_unix_s: int) -> EdgeSn
         ready_timeout_s=config.wire.ready_timeout_sec,
         participant_lost_s=config.admin.participant_lost_sec,
         chars_per_token=config.dispatch.text_bytes_per_token,
+        shows_provider=config.dispatch.show_provider,
     )
 
 

@@ -264,6 +264,10 @@ class Dispatch:
             "under contention every Nth pick goes to the other of long and short (EN-111)", low=2
         ),
     )
+    show_provider: bool = field(
+        default=True,
+        metadata=_doc("tell callers by an opaque name who served them: x-iop-provider (SF-13, EN-04)"),
+    )
     shutdown_grace_sec: float = field(
         default=30.0, metadata=_seconds("at shutdown runs may finish for this long (EN-109)")
     )

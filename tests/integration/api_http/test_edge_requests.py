@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from dataclasses import replace
 
 import anthropic
 import openai
@@ -600,3 +601,21 @@ async def test_the_official_anthropic_client_streams_and_fails() -> None:
                 await stream.get_final_text()
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.create(**(ask | {"model": "nobody"}))
+
+
+@pytest.mark.clause("SF-13", "EN-04")
+@pytest.mark.parametrize("is_ollama", [False, True])
+async def test_who_served_is_told_by_an_opaque_name_or_by_none(is_ollama: bool) -> None:
+    async def answer(call: StubCall) -> None:
+        line = b'{"message":{"content":"a"},"done":true,"done_reason":"stop"}\n'
+        await call.write(whole_answer(line if is_ollama else b"{}", kind=b"application/x-ndjson"))
+
+    hi = b'{"model":"fast","messages":[{"role":"user","content":"hi"}]}'
+    async with fleet_of(is_ollama=is_ollama) as fleet:
+        fleet.stub.script = answer
+        status, headers, _ = await fleet.post(hi)
+        assert (status, headers[b"x-iop-provider"][:2]) == (200, b"p-")
+        fleet.edge.apply_snapshot(replace(fleet.edge.snapshot, revision=2, shows_provider=False))
+        status, headers, _ = await fleet.post(hi)
+        assert status == 200
+        assert b"x-iop-provider" not in headers

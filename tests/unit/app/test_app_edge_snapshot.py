@@ -56,6 +56,13 @@ def test_the_snapshot_says_what_the_config_says() -> None:
     ]
 
 
+@pytest.mark.clause("SF-13")
+def test_the_providers_name_is_shown_unless_the_config_says_no() -> None:
+    assert snapshot_of(config(), revision=1, now_unix_s=9).shows_provider
+    silent = config("dispatch: {show_provider: false}\n" + TEXT)
+    assert not snapshot_of(silent, revision=1, now_unix_s=9).shows_provider
+
+
 @pytest.mark.clause("SF-15")
 def test_a_models_rules_are_off_unless_named_and_an_unknown_one_is_refused() -> None:
     plain = snapshot_of(config(), revision=1, now_unix_s=9).models[ModelId("m")]
