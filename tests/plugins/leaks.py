@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-GRACE_S = 1.0
+GRACE_S = 10.0
 EXECUTOR_THREADS = ("asyncio_", "uvloop_", "uvloop_", "ThreadPoolExecutor", "pytest_timeout")
 
 

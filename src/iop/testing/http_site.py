@@ -12,6 +12,7 @@ from iop.api.http.exchange import Exchange, HttpHandler
 from iop.api.http.limits import ByteBudget, HttpLimits
 from iop.api.http.server import HttpServer
 from iop.core.errors import IopError
+from iop.testing.waiting import PATIENCE_S
 
 
 class SystemClock:
@@ -71,7 +72,7 @@ class RawCaller:
 
     async def read_to_end(self) -> bytes:
         """All bytes until the server closes."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             try:
                 return await self.reader.read()
             except ConnectionResetError:
@@ -79,7 +80,7 @@ class RawCaller:
 
     async def read_until(self, mark: bytes) -> bytes:
         """Bytes up to and with ``mark``."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.reader.readuntil(mark)
 
     async def read_answer(self) -> tuple[int, dict[bytes, bytes], bytes]:
@@ -91,7 +92,7 @@ class RawCaller:
             name, _, value = line.partition(b": ")
             headers[name.lower()] = value
         status = int(first.split()[1])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             if headers.get(b"transfer-encoding") == b"chunked":
                 body = b""
                 while size := int((await self.reader.readuntil(b"\r\n"))[:-2], 16):
