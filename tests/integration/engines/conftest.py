@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 from engines_models import ANSWER, OTHER_ANSWER, Engine
-from vllm_server import DEVELOPMENT, profiling, serving_vllm
+from vllm_server import DEVELOPMENT, LORA, profiling, serving_vllm
 
 HERE = Path(__file__).parent
 
@@ -122,6 +122,6 @@ def vllm(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
         return
     directory = tmp_path_factory.mktemp("vllm")
     port = int(os.environ.get("ENGINES_VLLM_PORT", "0"))
-    options = profiling(directory / "profiles")
+    options = (*profiling(directory / "profiles"), *LORA)
     with serving_vllm(models / "endless", directory, *options, environment=DEVELOPMENT, port=port) as engine:
         yield engine

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any, Final
 
+import gguf
+import numpy as np
 from engines_rig import HELLO, WEATHER
 from engines_talk import Talk, last_events
 
@@ -87,6 +90,56 @@ def router(talk: Talk) -> None:
     talk.ask("models, all unloaded", "GET", "/v1/models", trim=_models)
     talk.ask("unload again", "POST", "/models/unload", {"model": "hill"})
     talk.ask("unload unknown", "POST", "/models/unload", {"model": "nobody"})
+
+
+def lora(talk: Talk) -> None:
+    """One model `sea` with an adapter of `make_lora`, under which it says one word."""
+    chat = {"messages": HELLO, "max_tokens": 40, "temperature": 0, "cache_prompt": False}
+
+    def says(name: str, **more: object) -> None:
+        talk.ask(name, "POST", "/v1/chat/completions", {**chat, **more}, trim=_message)
+
+    talk.ask("lora-adapters", "GET", "/lora-adapters")
+    says("chat with the adapter")
+    talk.ask("lora-adapters, scale 0", "POST", "/lora-adapters", [{"id": 0, "scale": 0.0}])
+    talk.ask("lora-adapters after scale 0", "GET", "/lora-adapters")
+    says("chat with scale 0")
+    says("chat with a scale of its own", lora=[{"id": 0, "scale": 1.0}])
+    talk.ask("lora-adapters, scale 1", "POST", "/lora-adapters", [{"id": 0, "scale": 1.0}])
+    says("chat with scale 1")
+    talk.ask("lora-adapters, empty list", "POST", "/lora-adapters", [])
+    says("chat after the empty list")
+
+
+def make_lora(file: Path, model: Path) -> Path:
+    """A LoRA adapter for the file of a scripted model: the answer ends behind its first word.
+
+    Args:
+        model: its directory, for the numbers of its words.
+    """
+    words = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    width = json.loads((model / "config.json").read_text(encoding="utf-8"))["hidden_size"]
+    down, up = np.zeros((1, width), np.float32), np.zeros((width, 1), np.float32)
+    down[0, words["The"]] = 1.0
+    up[words["<|im_end|>"], 0] = 8.0
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 1.0)
+    writer.add_tensor("output.weight.lora_a", down)
+    writer.add_tensor("output.weight.lora_b", up)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _message(body: bytes) -> bytes:
+    """With what it says as the finish reason's neighbour, since that is what an adapter changes."""
+    (choice,) = json.loads(body)["choices"]
+    told = {"finish_reason": choice["finish_reason"], "value": choice["message"]["content"]}
+    return json.dumps({"choices": [told]}).encode()
 
 
 def _until(talk: Talk, path: str, is_so: Any) -> None:

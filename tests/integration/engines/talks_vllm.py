@@ -21,6 +21,7 @@ METRICS: Final = (
 LAUNCH: Final = {
     "model_config": ("model", "enable_sleep_mode", "sleep_mode_backend"),
     "device_config": ("device",),
+    "weight_transfer_config": ("backend",),
     "profiler_config": ("profiler", "torch_profiler_dir", "torch_profiler_with_memory"),
 }
 STREAM: Final = {"model": "endless", "messages": HELLO, "stream": True, "max_tokens": 30_000}
@@ -130,17 +131,27 @@ def _weights(talk: Talk, models: Path) -> None:
     talk.ask("collective_rpc no method", "POST", "/collective_rpc", {})
     talk.ask("collective_rpc unknown method", "POST", "/collective_rpc", {"method": "no_such_method"})
     talk.ask("get_world_size", "GET", "/get_world_size")
-    # Without a backend for them, which takes GPUs.
-    group = {
-        "init_info": {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    }
-    talk.ask("init_weight_transfer_engine", "POST", "/init_weight_transfer_engine", group)
-    talk.ask("start_weight_update", "POST", "/start_weight_update")
+
+
+def transfer(talk: Talk, models: Path) -> None:
+    """Development mode, one model `endless`, a weight-transfer engine. A group takes GPUs; sessions do not."""
+    talk.ask("server_info, trimmed", "GET", "/server_info?config_format=json", trim=_launch)
     tensors = {"update_info": {"names": ["x"], "dtype_names": ["bfloat16"], "shapes": [[1]]}}
-    talk.ask("update_weights", "POST", "/update_weights", tensors)
+    finish = {"weight_version": None}
+    talk.ask("update_weights out of a session", "POST", "/update_weights", tensors)
+    talk.ask("finish_weight_update out of a session", "POST", "/finish_weight_update", finish)
+    talk.ask("start_weight_update", "POST", "/start_weight_update")
+    talk.ask("start_weight_update twice", "POST", "/start_weight_update")
+    talk.ask("update_weights without a group", "POST", "/update_weights", tensors)
+    talk.ask("finish_weight_update of a failed session", "POST", "/finish_weight_update", finish)
     talk.ask("update_weights without update_info", "POST", "/update_weights", {})
-    talk.ask("finish_weight_update", "POST", "/finish_weight_update", {"weight_version": "v3"})
     talk.ask("shutdown_weight_transfer_engine", "POST", "/shutdown_weight_transfer_engine")
+    half = {"init_info": {"master_address": "127.0.0.1", "master_port": 1}}
+    talk.ask("init_weight_transfer_engine without ranks", "POST", "/init_weight_transfer_engine", half)
+    # What an undo does after a broadcast that broke off.
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(models / "endless")}}
+    talk.ask("reload after a failed session", "POST", "/collective_rpc", body)
+    talk.ask("one token after a failed session", "POST", "/v1/completions", PROBE)
 
 
 def _loras(talk: Talk, lora: Path) -> None:
@@ -280,8 +291,12 @@ def _paths(body: bytes) -> bytes:
 
 def _launch(body: bytes) -> bytes:
     config = json.loads(body)["vllm_config"]
-    kept = {part: {key: config[part][key] for key in keys} for part, keys in LAUNCH.items()}
+    kept = {part: _section(config[part], keys) for part, keys in LAUNCH.items()}
     return json.dumps({"vllm_config": kept}).encode()
+
+
+def _section(told: dict[str, Any] | None, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    return None if told is None else {key: told[key] for key in keys}
 
 
 def _metrics(body: bytes) -> bytes:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import talks_llamacpp
+from engines_models import ANSWER
 from engines_talk import Talk, judge
 from engines_transcript import Cleaner
 from llama_server import llama_server
@@ -45,3 +46,16 @@ def test_as_a_router_it_answers_as_recorded(models: Path, tmp_path: Path) -> Non
         talk = Talk(f"{BUILD}, router mode", server.endpoint, cleaner)
         talks_llamacpp.router(talk)
     judge("llamacpp-router", talk.transcript)
+
+
+def test_its_lora_scales_change_the_answer_as_recorded(models: Path, tmp_path: Path) -> None:
+    file = talks_llamacpp.make_lora(tmp_path / "one_word.gguf", models / "sea")
+    arguments = ("-m", str(models / "sea.gguf"), "--lora", str(file), "-c", "4096")
+    cleaner = Cleaner({str(models): "models", str(tmp_path): "run"})
+    with llama_server(*arguments, log=tmp_path / "log") as server:
+        talk = Talk(f"{BUILD}, with a LoRA adapter", server.endpoint, cleaner)
+        talks_llamacpp.lora(talk)
+    said = {each.name: each.body for each in talk.transcript.answers}
+    assert '"The"' in said["chat with the adapter"]
+    assert ANSWER in said["chat with scale 0"]
+    judge("llamacpp-lora", talk.transcript)

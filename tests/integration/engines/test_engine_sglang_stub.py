@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines_rig import EngineHarness, config_of, running
-from replay_engine import Answer, Asked, ReplayEngine
+from replay_engine import Answer, ReplayEngine
 from safetensors.numpy import save_file
+from sglang_stub import Sglang
 
 from iop.adapters.base import Adapter
 from iop.admin.enums import (
@@ -46,86 +47,6 @@ from iop.testing.adapter_suite import assert_all_ok, step_call
 ALL = (ResourceKind.WEIGHTS, ResourceKind.KV_CACHE, ResourceKind.GRAPHS)
 KV = (ResourceKind.KV_CACHE,)
 FLUSH = FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL)
-
-
-class Sglang(ReplayEngine):
-    """Dies, as the real one does, of a release while busy and of restoring what was not released."""
-
-    def __init__(self, **info: object) -> None:
-        super().__init__(unknown=Answer(404, b'{"detail":"Not Found"}'))
-        self.mode = ""
-        self.running = 0
-        self.version = "default"
-        self.path = "model-a"
-        self.released: set[str] = set()
-        self.is_dead = False
-        told = {"version": "0.5.23", "enable_memory_saver": True, "dp_size": 1, **info}
-        self.routes = {
-            "GET /v1/models": lambda _: Answer.of({"data": [{"id": self.path, "owned_by": "sglang"}]}),
-            "GET /model_info": self._model_info,
-            "GET /openapi.json": Answer.of({"paths": {"/weights_checker": {}, "/flush_cache": {}}}),
-            "GET /server_info": Answer.of({**told, "internal_states": [], "launch_command": ""}),
-            "GET /ready": lambda _: Answer(503 if self.mode else 200, b""),
-            "GET /ping": Answer(200, b""),
-            "GET /v1/loads": self._loads,
-            "POST /pause_generation": self._pause,
-            "POST /continue_generation": self._continue,
-            "POST /flush_cache": self._flush,
-            "POST /release_memory_occupation": self._release,
-            "POST /resume_memory_occupation": self._restore,
-            "POST /update_weights_from_disk": self._update,
-            "POST /update_weight_version": self._relabel,
-            "POST /weights_checker": lambda _: Answer.of(
-                {"success": True, "message": "", "per_engine_checksum": f"sum of {self.path}"}
-            ),
-        }
-
-    def _model_info(self, _: Asked) -> Answer:
-        assert not self.is_dead
-        return Answer.of(
-            {"model_path": self.path, "served_model_name": self.path, "weight_version": self.version}
-        )
-
-    def _loads(self, asked: Asked) -> Answer:
-        assert asked.query == {"include": "core"}
-        return Answer.of({"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
-
-    def _pause(self, asked: Asked) -> Answer:
-        assert not self.mode, "another mode over a pause never returns"
-        self.mode = asked.body["mode"]
-        if self.mode == "abort":
-            self.running = 0
-        return Answer.of({"message": "", "status": "ok"})
-
-    def _continue(self, asked: Asked) -> Answer:
-        assert asked.body is not None
-        self.mode = ""
-        return Answer.of({"message": "", "status": "ok"})
-
-    def _flush(self, _: Asked) -> Answer:
-        if self.running:
-            return Answer(400, b"Flush cache failed: requests are running.", "text/plain")
-        return Answer(200, b"Cache flushed.", "text/plain")
-
-    def _release(self, asked: Asked) -> Answer:
-        self.is_dead = bool(self.running) or bool(self.released & set(asked.body["tags"]))
-        self.released |= set(asked.body["tags"])
-        return Answer(200, b"null")
-
-    def _restore(self, asked: Asked) -> Answer:
-        self.is_dead = not set(asked.body["tags"]) <= self.released
-        self.released -= set(asked.body["tags"])
-        return Answer(200, b"null")
-
-    def _update(self, asked: Asked) -> Answer:
-        assert asked.body["abort_all_requests"] is False
-        self.path = asked.body["model_path"]
-        return Answer.of({"success": True, "message": "", "num_paused_requests": 0})
-
-    def _relabel(self, asked: Asked) -> Answer:
-        assert asked.body["abort_all_requests"] is False, "a label must not abort every request"
-        self.version = asked.body["new_version"]
-        return Answer.of({"success": True})
 
 
 @contextlib.asynccontextmanager

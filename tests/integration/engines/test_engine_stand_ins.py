@@ -21,7 +21,7 @@ from engines_transcript import DATA, Cleaner, Transcript
 from llamacpp_replay import ROUTER, SINGLE, Router, Single
 from replay_engine import ReplayEngine
 from vllm_chat_replay import VllmChatReplay
-from vllm_replay import DEV, VllmReplay
+from vllm_replay import DEV, TRANSFER, VllmReplay
 
 MODELS = Path("models")
 TRANSCRIPTS = sorted(path.stem for path in DATA.glob("*.json"))
@@ -75,6 +75,17 @@ async def test_the_stand_in_of_vllms_control_answers_as_vllm_did() -> None:
         talks_vllm.control(talk, MODELS, Path("loras/ad1"))
 
     assert await differences("vllm-dev", engine, converse, busy) == []
+
+
+@pytest.mark.clause("AD-45")
+async def test_the_stand_in_of_vllms_weight_transfer_goes_through_sessions_as_vllm_did() -> None:
+    engine = VllmReplay(profile_dir=Path("profiles"), has_transfer=True)
+    engine.recorded = TRANSFER
+
+    def converse(talk: Talk) -> None:
+        talks_vllm.transfer(talk, MODELS)
+
+    assert await differences("vllm-transfer", engine, converse) == []
 
 
 async def test_the_stand_in_of_vllms_dialects_answers_as_vllm_did() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from engines_models import ANSWER, Engine
 from engines_rig import HELLO, EngineHarness, ask, begin, config_of, running, said, streamed
+from talks_vllm import make_lora
 
 from iop.admin.enums import (
     AdminErrorCode,
@@ -248,3 +249,31 @@ async def test_a_profile_leaves_files_that_are_fetched_through_the_adapter(
     harness.adapter.open_artifact(artifacts[0].uri, tunnel, tunnel.on_done)
     await tunnel.finished()
     assert len(tunnel.received) == artifacts[0].size_bytes
+
+
+def post(engine: Engine, path: str, body: dict[str, Any]) -> None:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{engine.endpoint}{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=30):
+        pass
+
+
+@pytest.mark.clause("AD-15", "AD-33")
+async def test_a_lora_adapter_loaded_at_the_engine_is_a_model_of_it_until_it_is_unloaded(
+    harness: EngineHarness, vllm: Engine, models: Path, tmp_path: Path
+) -> None:
+    lora = make_lora(tmp_path / "ad1", models / "endless")
+    label = get(vllm, "/weight_info")["weight_version"]
+    await asyncio.to_thread(post, vllm, "/v1/load_lora_adapter", {"lora_name": "ad1", "lora_path": str(lora)})
+    try:
+        await harness.adapter.probe()
+        assert "ad1" in harness.adapter.snapshot().models
+        (info,) = harness.adapter.participants()
+        assert "ad1" not in info.models, "its weights are not those that an update replaces"
+        assert ANSWER in said(await ask(harness.adapter, chat(model="ad1", max_tokens=60)))
+        assert get(vllm, "/weight_info")["weight_version"] == label
+    finally:
+        await asyncio.to_thread(post, vllm, "/v1/unload_lora_adapter", {"lora_name": "ad1"})
+    await harness.adapter.probe()
+    assert "ad1" not in harness.adapter.snapshot().models
+    assert (await ask(harness.adapter, chat(model="ad1", max_tokens=4))).status == 404

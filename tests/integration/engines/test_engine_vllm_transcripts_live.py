@@ -8,7 +8,7 @@ import pytest
 import talks_vllm
 from engines_talk import Talk, judge
 from engines_transcript import Cleaner
-from vllm_server import DEVELOPMENT, LORA, profiling, serving_vllm
+from vllm_server import DEVELOPMENT, LORA, TRANSFER, profiling, serving_vllm
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -24,6 +24,17 @@ def test_its_control_answers_as_recorded_until_the_reload_that_kills_it(models: 
         talk = Talk("vLLM 0.32.0 on CPU, development mode", engine.endpoint, cleaner)
         talks_vllm.control(talk, models, lora)
     judge("vllm-dev", talk.transcript)
+
+
+def test_its_weight_transfer_sessions_go_as_recorded_and_weights_come_back_from_disk_after_a_failed_one(
+    models: Path, tmp_path: Path
+) -> None:
+    cleaner = Cleaner({str(models): "models", str(tmp_path / "profiles"): "profiles"})
+    options = (*profiling(tmp_path / "profiles"), *TRANSFER)
+    with serving_vllm(models / "endless", tmp_path, *options, environment=DEVELOPMENT) as engine:
+        talk = Talk("vLLM 0.32.0 on CPU, --weight-transfer-config", engine.endpoint, cleaner)
+        talks_vllm.transfer(talk, models)
+    judge("vllm-transfer", talk.transcript)
 
 
 def test_what_it_leaves_open_and_its_dialects_are_as_recorded(models: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from replay_engine import Answer, Asked, Recordings, ReplayEngine
 
 DEV = Recordings("vllm-dev")
 PLAIN = Recordings("vllm-plain")
+TRANSFER = Recordings("vllm-transfer")
 NOT_FOUND = DEV["unknown path"]
 
 
@@ -16,13 +17,19 @@ class VllmReplay(ReplayEngine):
     """Development mode, nothing running. Attributes may be changed by a test.
 
     Args:
+        has_transfer: as started with `--weight-transfer-config`.
         sleep_mode: as started with `--enable-sleep-mode`; such an engine was not recorded, its states follow the
             documentation of the server.
         model_root: where `/v1/models` says the weights are.
     """
 
     def __init__(
-        self, *, sleep_mode: bool = False, model_root: str = "models/endless", profile_dir: Path | None = None
+        self,
+        *,
+        sleep_mode: bool = False,
+        model_root: str = "models/endless",
+        profile_dir: Path | None = None,
+        has_transfer: bool = False,
     ) -> None:
         super().__init__(unknown=NOT_FOUND)
         self.is_paused = False
@@ -34,10 +41,16 @@ class VllmReplay(ReplayEngine):
         self.start_time = "1.79600631478e+09"
         info = json.loads(DEV["server_info, trimmed"].body)
         info["vllm_config"]["model_config"]["enable_sleep_mode"] = sleep_mode
+        if has_transfer:
+            info = json.loads(TRANSFER["server_info, trimmed"].body)
         if profile_dir is not None:
             info["vllm_config"]["profiler_config"]["torch_profiler_dir"] = str(profile_dir)
         self.loras: dict[str, str] = {}
         self.is_broken = False
+        self.group: dict[str, object] | None = None
+        self.is_session = False
+        self.ranks = 1
+        self.received: list[str] = []
         self._root = model_root
         self.routes = {
             "GET /health": DEV["health"],
@@ -63,6 +76,12 @@ class VllmReplay(ReplayEngine):
             "POST /start_profile": self._start_profile,
             "POST /stop_profile": self._stop_profile,
             "POST /v1/completions": self._complete,
+            "GET /get_world_size": lambda _: Answer.of({"world_size": self.ranks}),
+            "POST /init_weight_transfer_engine": self._join,
+            "POST /start_weight_update": self._start_update,
+            "POST /update_weights": self._update,
+            "POST /finish_weight_update": self._finish_update,
+            "POST /shutdown_weight_transfer_engine": self._leave,
             "POST /v1/load_lora_adapter": self._load_lora,
             "POST /v1/unload_lora_adapter": self._unload_lora,
         }
@@ -89,6 +108,39 @@ class VllmReplay(ReplayEngine):
             self.is_broken = True
             return DEV["reload from a missing directory"]
         return DEV["reload from hill"]
+
+    def _join(self, asked: Asked) -> Answer:
+        if not {"rank_offset", "world_size"} <= asked.body["init_info"].keys():
+            return TRANSFER["init_weight_transfer_engine without ranks"]
+        self.group = asked.body["init_info"]
+        # No real one formed a group here: the form of the answer follows the server's source.
+        return Answer.of({"message": "Weight transfer initialized"})
+
+    def _start_update(self, _: Asked) -> Answer:
+        was_open, self.is_session = self.is_session, True
+        return TRANSFER["start_weight_update twice" if was_open else "start_weight_update"]
+
+    def _update(self, asked: Asked) -> Answer:
+        if "update_info" not in asked.body:
+            return TRANSFER["update_weights without update_info"]
+        if not self.is_session:
+            return TRANSFER["update_weights out of a session"]
+        if self.group is None:
+            self.is_session = False
+            return TRANSFER["update_weights without a group"]
+        self.received = asked.body["update_info"]["names"]
+        return Answer.of({"message": "Weights updated"})
+
+    def _finish_update(self, asked: Asked) -> Answer:
+        assert asked.body == {"weight_version": None}, "the label is published last"
+        if not self.is_session:
+            return TRANSFER["finish_weight_update out of a session"]
+        self.is_session = False
+        return Answer.of({"message": "Weight update finished"})
+
+    def _leave(self, _: Asked) -> Answer:
+        self.group = None
+        return TRANSFER["shutdown_weight_transfer_engine"]
 
     def _load_lora(self, asked: Asked) -> Answer:
         name, path = asked.body["lora_name"], asked.body["lora_path"]

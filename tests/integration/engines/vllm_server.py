@@ -81,3 +81,4 @@ def profiling(directory: Path) -> tuple[str, ...]:
 
 
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+TRANSFER = ("--weight-transfer-config", '{"backend":"nccl"}')

@@ -14,15 +14,14 @@ Some of its routes end the server when they are called at the wrong time, which 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar, Final
 
 import msgspec
 
-from iop.adapters import checkpoint
-from iop.adapters.base import AdapterServices
+from iop.adapters.base import AdapterServices, TunnelStream
+from iop.adapters.engine_profiles import DIRECTORY_VARIABLE, NEEDS_DIRECTORY
 from iop.adapters.gate_control import (
     ENGINE,
     GATE_MODES,
@@ -34,6 +33,9 @@ from iop.adapters.gate_control import (
     succeeded,
 )
 from iop.adapters.native_control import NativeControl, Observed
+from iop.adapters.sglang.profiles import Profiles
+from iop.adapters.sglang.weights import WeightSwap
+from iop.adapters.trainer_group import BACKENDS
 from iop.admin.enums import (
     AdminErrorCode,
     AdminOperationKind,
@@ -43,7 +45,6 @@ from iop.admin.enums import (
     CachePolicy,
     PauseMode,
     ResourceKind,
-    VerificationMethod,
     WeightFormat,
     WeightRetention,
     WeightSourceKind,
@@ -60,13 +61,14 @@ from iop.admin.steps import (
     PrepareWeightsStep,
     ReleaseStep,
     RestoreStep,
+    StartProfileStep,
     StepCall,
     StepResult,
     UndoWeightsStep,
     VerifyWeightsStep,
     WorkCounts,
 )
-from iop.core.errors import PreconditionFailed, Unavailable, Unsupported
+from iop.core.errors import PreconditionFailed, Unavailable
 from iop.wire.messages import OpenAICompatSettings
 
 Op = AdminOperationKind
@@ -76,10 +78,10 @@ EFFECT_TIMEOUT_S: Final = 10.0
 """Freezing answers before it is in force."""
 
 INFO_TIMEOUT_S: Final = 30.0
-CHECKSUM_TIMEOUT_S: Final = 600.0
 
 NEEDS_SAVER: Final = "start SGLang with --enable-memory-saver"
 NEEDS_ONE_RANK: Final = "with data parallelism SGLang answers for its first rank only"
+GROUP_ROUTES: Final = ("/init_weights_update_group", "/update_weights_from_distributed")
 NEEDS_CHECKER: Final = "this SGLang has no /weights_checker to prove new weights with"
 
 _TAGS: Final = {
@@ -101,6 +103,8 @@ class _ServerInfo(msgspec.Struct):
     enable_memory_saver: bool = False
     enable_weights_cpu_backup: bool = False
     dp_size: int = 1
+    tp_size: int = 1
+    pp_size: int = 1
 
 
 class _RankLoad(msgspec.Struct):
@@ -114,16 +118,6 @@ class _Loads(msgspec.Struct):
 
 class _OpenApi(msgspec.Struct):
     paths: dict[str, msgspec.Raw] = {}
-
-
-class _Updated(msgspec.Struct):
-    success: bool
-    message: str = ""
-
-
-class _Checked(msgspec.Struct):
-    success: bool
-    per_engine_checksum: str | None = None
 
 
 class SglangControl(NativeControl):
@@ -142,8 +136,14 @@ class SglangControl(NativeControl):
         Offer(operation=Op.RESTORE_RESOURCES, detail="all or some", needs="`--enable-memory-saver`"),
         Offer(
             operation=Op.UPDATE_WEIGHTS,
-            detail="disk (safetensors), verified by checksum",
-            needs="`/weights_checker`; the same files on Node and engine",
+            detail="disk (safetensors), a trainer's broadcast (NCCL); verified by checksum",
+            needs="`/weights_checker`; the same files on Node and engine; for broadcasts one engine a model",
+        ),
+        Offer(operation=Op.START_PROFILE, detail="CPU, GPU, memory", needs=f"`{DIRECTORY_VARIABLE}`"),
+        Offer(
+            operation=Op.STOP_PROFILE,
+            detail="artifacts fetched through the Node",
+            needs=f"`{DIRECTORY_VARIABLE}`",
         ),
     )
 
@@ -159,7 +159,8 @@ class SglangControl(NativeControl):
         self._frozen = 0
         self._released: frozenset[ResourceKind] | None = None
         self._retention: WeightRetention | None = None
-        self._previous: tuple[str, str, str] = ("", "", "")
+        self._swap = WeightSwap(self._http)
+        self._profiles = Profiles(self._http, services.environment)
         self._startup_source: DiskSource | None = None
 
     # ---- looking ----
@@ -179,6 +180,9 @@ class SglangControl(NativeControl):
             path = self._model.model_path
             if path.startswith("/") and await asyncio.to_thread(Path(path).is_dir):
                 self._startup_source = DiskSource(path=path, format=WeightFormat.SAFETENSORS)
+        self._swap.path = self._model.model_path
+        self._swap.ranks = self._info.tp_size * self._info.pp_size
+        self._swap.can_join = self._info.dp_size <= 1 and set(GROUP_ROUTES) <= (self._paths or frozenset())
         ready = await self._http.get("/ready")
         self._is_paused = ready.status == 503 and (await self._http.get("/ping")).is_ok
         if self._is_paused:
@@ -205,11 +209,17 @@ class SglangControl(NativeControl):
         can_flush = self._info.dp_size <= 1
         can_release = self._info.enable_memory_saver
         can_swap = "/weights_checker" in (self._paths or ())
+        sources = {WeightSourceKind.DISK}
+        if self._swap.can_join:
+            sources.add(WeightSourceKind.DISTRIBUTED)
+        recorded = self._profiles.kinds()
         for op, is_there, why in (
             (Op.FLUSH_CACHES, can_flush, NEEDS_ONE_RANK),
             (Op.RELEASE_RESOURCES, can_release, NEEDS_SAVER),
             (Op.RESTORE_RESOURCES, can_release, NEEDS_SAVER),
             (Op.UPDATE_WEIGHTS, can_swap, NEEDS_CHECKER),
+            (Op.START_PROFILE, bool(recorded), NEEDS_DIRECTORY),
+            (Op.STOP_PROFILE, bool(recorded), NEEDS_DIRECTORY),
         ):
             if is_there:
                 operations.add(op)
@@ -226,7 +236,9 @@ class SglangControl(NativeControl):
             busy_policies=frozenset({BusyPolicy.FAIL, BusyPolicy.WAIT}) if can_flush else frozenset(),
             resource_kinds=frozenset(_TAGS) if can_release else frozenset(),
             weight_retentions=frozenset({retention}) if can_release else frozenset(),
-            weight_sources=frozenset({WeightSourceKind.DISK}) if can_swap else frozenset(),
+            weight_sources=frozenset(sources) if can_swap else frozenset(),
+            distributed_backends=BACKENDS if can_swap and self._swap.can_join else frozenset(),
+            profiler_kinds=recorded,
             weight_formats=frozenset({WeightFormat.SAFETENSORS}) if can_swap else frozenset(),
             cache_policies=frozenset(CachePolicy) if can_swap else frozenset(),
         ), missing
@@ -241,6 +253,7 @@ class SglangControl(NativeControl):
             frozen=self._frozen if self._is_paused else 0,
             released=self._released if self._info.enable_memory_saver else frozenset(),
             weight_version=self._model.weight_version,
+            profiles=self._profiles.running,
         )
 
     async def _is_paused_now(self) -> bool:
@@ -349,80 +362,34 @@ class SglangControl(NativeControl):
             self._released = (self._released or frozenset()) - {kind}
             await self._tell("/resume_memory_occupation", {"tags": _tags({kind})}, timeout_s=call.timeout_s)
             if kind is ResourceKind.WEIGHTS and must_load and isinstance(step.weight_source, DiskSource):
-                await self._load_from(step.weight_source.path, timeout_s=call.timeout_s)
+                await self._swap.load_from(step.weight_source.path, timeout_s=call.timeout_s)
         return succeeded(changed=bool(wanted), weight_version=self.weight_version())
 
-    # ---- weights ----
+    # ---- weights and profiles ----
 
     async def _weights(
         self,
         call: StepCall,
         step: PrepareWeightsStep | ApplyWeightsStep | VerifyWeightsStep | CommitWeightsStep | UndoWeightsStep,
     ) -> StepResult:
-        match step:
-            case PrepareWeightsStep(source=source, hold_previous=hold):
-                if hold or not isinstance(source, DiskSource):
-                    raise Unsupported("SGLang loads weights from disk and holds none", reason="WEIGHT_SOURCE")
-                await asyncio.to_thread(checkpoint.check, source, self._model.model_path)
-                return succeeded(changed=False)
-            case ApplyWeightsStep(source=source):
-                if not isinstance(source, DiskSource):
-                    raise Unsupported("SGLang loads weights from disk only, here", reason="WEIGHT_SOURCE")
-                await asyncio.to_thread(checkpoint.check, source, self._model.model_path)
-                if self._previous[0] != call.operation_id:
-                    self._previous = (call.operation_id, self._model.model_path, await self._checksum())
-                await self._load_from(source.path, timeout_s=call.timeout_s)
-                return succeeded()
-            case VerifyWeightsStep():
-                digest = hashlib.sha256((await self._checksum()).encode()).digest()
-                return succeeded(content_digest=digest, verified_by=VerificationMethod.CHECKSUM)
-            case CommitWeightsStep(weight_version=version):
-                # Without the second field every request would be aborted for a label.
-                await self._tell(
-                    "/update_weight_version",
-                    {"new_version": version, "abort_all_requests": False},
-                    timeout_s=PAUSE_TIMEOUT_S,
-                )
-                await self._look()
-                if self._model.weight_version != version:
-                    raise not_verified("the engine reports another weight version than was published")
-                return succeeded(weight_version=version)
-            case UndoWeightsStep(previous_source=source):
-                operation, path, checksum = self._previous
-                if operation != call.operation_id:
-                    return succeeded(changed=False)
-                await self._load_from(
-                    source.path if isinstance(source, DiskSource) else path, timeout_s=call.timeout_s
-                )
-                if await self._checksum() != checksum:
-                    raise StepFailed(
-                        "the previous weights were loaded, but their checksum is another one",
-                        code=AdminErrorCode.ROLLBACK_FAILED,
-                    )
-                self._previous = ("", "", "")
-                return succeeded()
+        result = await self._swap.execute(call, step)
+        if isinstance(step, CommitWeightsStep):
+            await self._look()
+            if self._model.weight_version != step.weight_version:
+                raise not_verified("the engine reports another weight version than was published")
+        return result
 
-    async def _load_from(self, path: str, *, timeout_s: float) -> None:
-        """The caches are emptied by a step of their own; a refused flush would look like a refused update."""
-        answer = await self._http.post(
-            "/update_weights_from_disk",
-            {"model_path": path, "flush_cache": False, "abort_all_requests": False},
-            timeout_s=timeout_s,
-        )
-        told = answer.read(_Updated) if answer.status in {200, 400} else None
-        if told is None or not (told.success or "were updated" in told.message):
-            raise StepFailed(
-                f"the engine could not load the weights, and what it holds now is not known: {answer.words}"
-            )
+    async def _start_profile(self, call: StepCall, step: StartProfileStep) -> StepResult:  # noqa: ARG002
+        assert self._tasks is not None
+        await self._profiles.start(step, self._tasks)
+        return succeeded()
 
-    async def _checksum(self) -> str:
-        answer = await self._http.post(
-            "/weights_checker", {"action": "checksum"}, timeout_s=CHECKSUM_TIMEOUT_S
-        )
-        told = answer.read(_Checked) if answer.is_ok else None
-        if told is None or not told.success or not told.per_engine_checksum:
-            raise not_verified(f"the engine does not tell the checksum of its weights: {answer.words}")
-        return told.per_engine_checksum
+    async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:
+        return succeeded(artifacts=await self._profiles.stop(profile_id, timeout_s=call.timeout_s))
+
+    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
+        """One file of a profile of ours."""
+        self._profiles.open(uri, stream, on_done)
 
 
 def _tags(kinds: frozenset[ResourceKind] | set[ResourceKind]) -> list[str]:

@@ -13,9 +13,10 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from iop.adapters.base import AdapterServices
+from iop.adapters.base import AdapterServices, TunnelStream
 from iop.adapters.device_memory import device_bytes_used, freed_since
 from iop.adapters.engine_http import EngineAnswer
+from iop.adapters.engine_profiles import DIRECTORY_VARIABLE, NEEDS_DIRECTORY
 from iop.adapters.gate_control import (
     ENGINE,
     GATE_MODES,
@@ -27,11 +28,19 @@ from iop.adapters.gate_control import (
     succeeded,
 )
 from iop.adapters.native_control import UNHEALTHY, NativeControl, Observed
+from iop.adapters.trtllm.profiles import Profiles
 from iop.adapters.trtllm.signing import signed
-from iop.admin.enums import AdminErrorCode, AdminOperationKind, ResourceKind, WeightRetention
+from iop.admin.enums import AdminErrorCode, AdminOperationKind, ProfilerKind, ResourceKind, WeightRetention
 from iop.admin.profile import Capabilities
 from iop.admin.results import ResourceAmount
-from iop.admin.steps import ParticipantReadBack, ReleaseStep, RestoreStep, StepCall, StepResult
+from iop.admin.steps import (
+    ParticipantReadBack,
+    ReleaseStep,
+    RestoreStep,
+    StartProfileStep,
+    StepCall,
+    StepResult,
+)
 from iop.core.errors import PreconditionFailed, Unavailable
 from iop.wire.messages import OpenAICompatSettings
 
@@ -49,6 +58,7 @@ NEEDS_SLEEP_MODE: Final = "start trtllm-serve with --enable_sleep_mode"
 KEY_REFUSED: Final = f"the engine has another {KEY_VARIABLE} than the Node"
 
 TAGS: Final = {ResourceKind.WEIGHTS: "model_weights", ResourceKind.KV_CACHE: "kv_cache"}
+_PROFILES: Final = frozenset({Op.START_PROFILE, Op.STOP_PROFILE})
 _MEMORY: Final = frozenset({Op.RELEASE_RESOURCES, Op.RESTORE_RESOURCES})
 
 
@@ -81,6 +91,12 @@ class TrtllmControl(NativeControl):
             detail="all or some",
             needs=f"`--enable_sleep_mode`, `{KEY_VARIABLE}`",
         ),
+        Offer(operation=Op.START_PROFILE, detail="CPU, GPU", needs=f"`{DIRECTORY_VARIABLE}`"),
+        Offer(
+            operation=Op.STOP_PROFILE,
+            detail="artifacts fetched through the Node",
+            needs=f"`{DIRECTORY_VARIABLE}`",
+        ),
     )
 
     def __init__(
@@ -95,6 +111,7 @@ class TrtllmControl(NativeControl):
         self._device_memory = device_memory
         self._key = services.environment.get(KEY_VARIABLE, "")
         self._parked: frozenset[str] | None = None
+        self._profiles = Profiles(self._http, services.environment)
 
     # ---- looking ----
 
@@ -107,9 +124,11 @@ class TrtllmControl(NativeControl):
         missing = {Op.FLUSH_CACHES: NO_ROUTE, Op.UPDATE_WEIGHTS: NO_ROUTE}
         if why_not:
             missing |= dict.fromkeys(_MEMORY, why_not)
+        if not (recorded := self._profiles.kinds()):
+            missing |= dict.fromkeys(_PROFILES, NEEDS_DIRECTORY)
         return Observed(
             engine_version=version.read(_Version).version if version.is_ok else "",
-            capabilities=_capabilities(has_memory=not why_not),
+            capabilities=_capabilities(has_memory=not why_not, recorded=recorded),
             missing=missing,
         )
 
@@ -149,10 +168,24 @@ class TrtllmControl(NativeControl):
         return await self._http.post(path, msgspec.Raw(body), headers=headers, timeout_s=timeout_s)
 
     async def _read(self) -> ParticipantReadBack:
-        return self._told(paused=self._is_gated, released=self._released())
+        return self._told(paused=self._is_gated, released=self._released(), profiles=self._profiles.running)
 
     def _released(self) -> frozenset[ResourceKind]:
         return frozenset(kind for kind, tag in TAGS.items() if tag in (self._parked or ()))
+
+    # ---- profiles ----
+
+    async def _start_profile(self, call: StepCall, step: StartProfileStep) -> StepResult:  # noqa: ARG002
+        assert self._tasks is not None
+        await self._profiles.start(step, self._tasks)
+        return succeeded()
+
+    async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:
+        return succeeded(artifacts=await self._profiles.stop(profile_id, timeout_s=call.timeout_s))
+
+    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
+        """One file of a profile of ours."""
+        self._profiles.open(uri, stream, on_done)
 
     # ---- memory ----
 
@@ -207,12 +240,12 @@ class TrtllmControl(NativeControl):
         await self._look()
 
 
-def _capabilities(*, has_memory: bool) -> Capabilities:
-    if not has_memory:
-        return Capabilities(operations=GATE_OPERATIONS, pause_modes=GATE_MODES)
+def _capabilities(*, has_memory: bool, recorded: frozenset[ProfilerKind]) -> Capabilities:
+    operations = GATE_OPERATIONS | (_MEMORY if has_memory else set()) | (_PROFILES if recorded else set())
     return Capabilities(
-        operations=GATE_OPERATIONS | _MEMORY,
+        operations=operations,
         pause_modes=GATE_MODES,
-        resource_kinds=frozenset(TAGS),
-        weight_retentions=frozenset({WeightRetention.OFFLOAD_TO_HOST}),
+        resource_kinds=frozenset(TAGS) if has_memory else frozenset(),
+        weight_retentions=frozenset({WeightRetention.OFFLOAD_TO_HOST}) if has_memory else frozenset(),
+        profiler_kinds=recorded,
     )

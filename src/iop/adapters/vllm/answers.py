@@ -45,6 +45,12 @@ class WeightInfo(msgspec.Struct):
     weight_version: str
 
 
+class WorldSize(msgspec.Struct):
+    """`/get_world_size`: over all of its ranks."""
+
+    world_size: int
+
+
 class Checksums(msgspec.Struct):
     """`/weight_checker` with `checksum`: by rank and tensor."""
 
@@ -106,6 +112,7 @@ class Launch:
         profile_dir: where its files go, on the engine's host.
         profiles_memory: the profiler also records memory.
         device: `cpu`, `cuda` and so on.
+        transfer: backend of the weight-transfer engine, empty without one.
     """
 
     sleep_mode: bool = False
@@ -113,6 +120,7 @@ class Launch:
     profile_dir: str = ""
     profiles_memory: bool = False
     device: str = ""
+    transfer: str = ""
 
     @staticmethod
     def read(info: ServerInfo) -> Launch:
@@ -125,6 +133,7 @@ class Launch:
             profile_dir=str(profiler.get("torch_profiler_dir") or ""),
             profiles_memory=profiler.get("torch_profiler_with_memory") is True,
             device=str(_section(config, "device_config").get("device") or ""),
+            transfer=str(_section(config, "weight_transfer_config").get("backend") or ""),
         )
 
 

@@ -57,6 +57,7 @@ from iop.admin.enums import (
     ResourceKind,
     WeightFormat,
     WeightRetention,
+    WeightSourceKind,
 )
 from iop.admin.requests import DiskSource
 from iop.admin.results import CacheResult, ResourceAmount
@@ -143,6 +144,7 @@ class VllmControl(NativeControl):
         await self._read_states(load)
         kinds = self._profiles.kinds() if "/start_profile" in self._paths else frozenset[ProfilerKind]()
         capabilities, missing = offered(self._paths, self._launch, kinds)
+        self._swap.can_join = WeightSourceKind.DISTRIBUTED in capabilities.weight_sources
         return Observed(
             instance=load.start_time,
             engine_version=self._version,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from iop.adapters.gate_control import GATE_MODES, GATE_OPERATIONS, Offer
+from iop.adapters.trainer_group import BACKENDS
 from iop.adapters.vllm.answers import Launch
 from iop.admin.enums import (
     AdminOperationKind,
@@ -26,6 +27,17 @@ NEEDS_DEV: Final = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 NEEDS_DOCS: Final = "start vLLM without --disable-fastapi-docs, so that its routes can be seen"
 NEEDS_SLEEP: Final = "start vLLM with --enable-sleep-mode (GPU only)"
 NEEDS_PROFILER: Final = "start vLLM with --profiler-config naming a profiler and a directory"
+
+TRANSFER_ROUTES: Final = frozenset(
+    {
+        "/get_world_size",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/shutdown_weight_transfer_engine",
+    }
+)
 
 TAGS: Final = {ResourceKind.WEIGHTS: "weights", ResourceKind.KV_CACHE: "kv_cache"}
 MODES: Final = {PauseMode.DRAIN: "wait", PauseMode.ABORT: "abort", PauseMode.KEEP: "keep"}
@@ -55,8 +67,9 @@ OFFERS: Final[tuple[Offer, ...]] = (
     ),
     Offer(
         operation=Op.UPDATE_WEIGHTS,
-        detail="disk (safetensors), verified by checksum or a probe",
-        needs="development mode; the same files on Node and engine",
+        detail="disk (safetensors), a trainer's broadcast (NCCL); verified by checksum or a probe",
+        needs="development mode; the same files on Node and engine; for broadcasts `--weight-transfer-config` "
+        "and one engine a model",
     ),
     Offer(operation=Op.START_PROFILE, detail="CPU, GPU, memory", needs="`--profiler-config`"),
     Offer(
@@ -102,6 +115,8 @@ def offered(
             operations.add(op)
         else:
             missing[op] = NEEDS_PROFILER
+    can_join = can_swap and launch.transfer == "nccl" and paths >= TRANSFER_ROUTES
+    sources = {WeightSourceKind.DISK} | ({WeightSourceKind.DISTRIBUTED} if can_join else set())
     modes = frozenset(MODES) if is_dev else GATE_MODES
     return Capabilities(
         operations=frozenset(operations),
@@ -111,7 +126,8 @@ def offered(
         busy_policies=frozenset(BusyPolicy) if caches else frozenset(),
         resource_kinds=frozenset(TAGS) if can_sleep else frozenset(),
         weight_retentions=frozenset(WeightRetention) if can_sleep else frozenset(),
-        weight_sources=frozenset({WeightSourceKind.DISK}) if can_swap else frozenset(),
+        weight_sources=frozenset(sources) if can_swap else frozenset(),
+        distributed_backends=BACKENDS if can_join else frozenset(),
         weight_formats=frozenset({WeightFormat.SAFETENSORS}) if can_swap else frozenset(),
         cache_policies=frozenset(CachePolicy) if can_swap else frozenset(),
         profiler_kinds=profiler_kinds,

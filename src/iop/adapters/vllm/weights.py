@@ -1,4 +1,5 @@
-"""Weights of a vLLM engine replaced from disk by its workers' own `reload_weights` (AD-32, AD-45).
+"""Weights of a vLLM engine replaced from disk by its workers' own `reload_weights`, or by a trainer's broadcast over
+its weight-transfer engine (AD-32, AD-45).
 
 The engine neither pauses nor checks nor keeps the old tensors: a path that cannot be loaded leaves it without
 weights, healthy to the eye, and dead at the next request. So the files are looked at first, and afterwards the
@@ -11,14 +12,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from iop.adapters import checkpoint
 from iop.adapters.engine_http import EngineHttp
 from iop.adapters.gate_control import StepFailed, not_verified, succeeded
+from iop.adapters.trainer_group import check_group
+from iop.adapters.vllm import transfer
 from iop.adapters.vllm.answers import Checksums, Completion
 from iop.admin.enums import AdminErrorCode, VerificationMethod
-from iop.admin.requests import DiskSource, WeightSource
+from iop.admin.requests import DiskSource, DistributedSource, WeightSource
 from iop.admin.steps import (
     ApplyWeightsStep,
     CommitWeightsStep,
@@ -46,6 +50,7 @@ class WeightSwap:
     """The weight steps of one engine.
 
     Attributes:
+        can_join: it has a weight-transfer engine that joins a trainer's group.
         has_resumed: the engine was let run for a probe and must be paused again.
     """
 
@@ -54,6 +59,7 @@ class WeightSwap:
         self._model = ""
         self._path = ""
         self.startup_path = ""
+        self.can_join = False
         self.has_resumed = False
         self._operation = ""
         self._before: tuple[str, bytes] = ("", b"")
@@ -87,17 +93,20 @@ class WeightSwap:
             case PrepareWeightsStep(source=source, hold_previous=hold):
                 if hold:
                     raise Unsupported("vLLM cannot hold replaced weights", reason="CANNOT_HOLD_WEIGHTS")
-                await asyncio.to_thread(checkpoint.check, _disk(source), self._path)
+                await self._check(source)
                 self._operation, self._is_changed = call.operation_id, False
                 return succeeded(changed=False)
             case ApplyWeightsStep(source=source):
                 # Again: the path may have gone since, and the engine would not survive that.
-                await asyncio.to_thread(checkpoint.check, _disk(source), self._path)
+                await self._check(source)
                 digest = await self._digest() if has_checksums else b""
                 if not self._is_changed or self._operation != call.operation_id:
                     self._before = (self._path, digest)
                 self._operation, self._is_changed = call.operation_id, True
-                await self.reload(_disk(source).path, timeout_s=call.timeout_s)
+                if isinstance(source, DistributedSource):
+                    await transfer.receive(self._http, source, timeout_s=call.timeout_s)
+                elif isinstance(source, DiskSource):
+                    await self.reload(source.path, timeout_s=call.timeout_s)
                 return succeeded()
             case VerifyWeightsStep():
                 return await self._verify(has_checksums=has_checksums, can_probe=can_probe)
@@ -119,6 +128,19 @@ class WeightSwap:
         if not answer.is_ok:
             raise StepFailed(f"the engine could not load the weights: {answer.words}")
         self._path = path
+
+    async def _check(self, source: WeightSource) -> None:
+        if isinstance(source, DiskSource):
+            await asyncio.to_thread(checkpoint.check, source, self._path)
+        elif isinstance(source, DistributedSource) and self.can_join:
+            layout = await asyncio.to_thread(checkpoint.read_layout, Path(self._path)) if self._path else {}
+            check_group(source, ranks=await transfer.world_size(self._http), current=layout)
+        else:
+            raise Unsupported(
+                "this vLLM loads weights from disk, or over a weight-transfer engine (nccl) that it was "
+                "started with",
+                reason="WEIGHT_SOURCE",
+            )
 
     async def _verify(self, *, has_checksums: bool, can_probe: bool) -> StepResult:
         digest = await self._digest() if has_checksums else b""
@@ -174,9 +196,3 @@ class WeightSwap:
         )
         if not answer.is_ok or not answer.read(Completion).choices:
             raise not_verified(f"the engine does not answer with its new weights: {answer.words}")
-
-
-def _disk(source: WeightSource) -> DiskSource:
-    if not isinstance(source, DiskSource):
-        raise Unsupported("vLLM loads weights from disk only, here", reason="WEIGHT_SOURCE")
-    return source

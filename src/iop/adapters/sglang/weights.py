@@ -1,0 +1,206 @@
+"""Weights of an SGLang server, replaced from disk or by a trainer's broadcast (AD-32, AD-45).
+
+The cache is emptied by a step of its own: a refused flush would look like a refused update. What a failed load leaves
+is not known, since the server's own rolling back reads the new path again. A broadcast happens between a begin and an
+end, in a group that is left afterwards whatever became of it. Tensors as pickles, which any Python could hide in, are
+not passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from iop.adapters import checkpoint
+from iop.adapters.engine_http import EngineAnswer, EngineHttp
+from iop.adapters.gate_control import StepFailed, not_verified, succeeded
+from iop.adapters.trainer_group import DTYPES, check_group
+from iop.admin.enums import AdminErrorCode, VerificationMethod
+from iop.admin.requests import DiskSource, DistributedSource, WeightSource
+from iop.admin.steps import (
+    ApplyWeightsStep,
+    CommitWeightsStep,
+    PrepareWeightsStep,
+    StepCall,
+    StepResult,
+    UndoWeightsStep,
+    VerifyWeightsStep,
+)
+from iop.core.errors import DeadlineExceeded, IopError, Unsupported
+
+CHECKSUM_TIMEOUT_S: Final = 600.0
+"""It reads all weights."""
+
+SHORT_TIMEOUT_S: Final = 60.0
+"""Of calls that move no weights."""
+
+
+class _Updated(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+class _Checked(msgspec.Struct):
+    success: bool
+    per_engine_checksum: str | None = None
+
+
+class WeightSwap:
+    """The weight steps of one engine.
+
+    Attributes:
+        path: where its weights are, as it says.
+        ranks: how many of them take part in a group.
+        can_join: it has the routes for one.
+    """
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+        self.path = ""
+        self.ranks = 1
+        self.can_join = False
+        self._previous: tuple[str, str, str] = ("", "", "")
+
+    async def execute(
+        self,
+        call: StepCall,
+        step: PrepareWeightsStep | ApplyWeightsStep | VerifyWeightsStep | CommitWeightsStep | UndoWeightsStep,
+    ) -> StepResult:
+        """One step."""
+        match step:
+            case PrepareWeightsStep(source=source, hold_previous=hold):
+                if hold:
+                    raise Unsupported("SGLang cannot hold replaced weights", reason="CANNOT_HOLD_WEIGHTS")
+                await self._check(source)
+                return succeeded(changed=False)
+            case ApplyWeightsStep(source=source):
+                await self._check(source)
+                if self._previous[0] != call.operation_id:
+                    self._previous = (call.operation_id, self.path, await self._checksum())
+                if isinstance(source, DistributedSource):
+                    await self._receive(source, timeout_s=call.timeout_s)
+                elif isinstance(source, DiskSource):
+                    await self.load_from(source.path, timeout_s=call.timeout_s)
+                return succeeded()
+            case VerifyWeightsStep():
+                digest = hashlib.sha256((await self._checksum()).encode()).digest()
+                return succeeded(content_digest=digest, verified_by=VerificationMethod.CHECKSUM)
+            case CommitWeightsStep(weight_version=version):
+                # Without the second field every request would be aborted for a label.
+                answer = await self._http.post(
+                    "/update_weight_version",
+                    {"new_version": version, "abort_all_requests": False},
+                    timeout_s=SHORT_TIMEOUT_S,
+                )
+                if not answer.is_ok:
+                    raise StepFailed(f"the engine refused the version label: {answer.words}")
+                return succeeded(weight_version=version)
+            case UndoWeightsStep(previous_source=source):
+                return await self._undo(call, source)
+
+    async def load_from(self, path: str, *, timeout_s: float) -> None:
+        """Load a directory's weights in place; the server shows the path as its name from then on."""
+        answer = await self._http.post(
+            "/update_weights_from_disk",
+            {"model_path": path, "flush_cache": False, "abort_all_requests": False},
+            timeout_s=timeout_s,
+        )
+        if not _is_live(answer):
+            raise StepFailed(
+                f"the engine could not load the weights, and what it holds now is not known: {answer.words}"
+            )
+
+    async def _check(self, source: WeightSource) -> None:
+        if isinstance(source, DiskSource):
+            await asyncio.to_thread(checkpoint.check, source, self.path)
+        elif isinstance(source, DistributedSource) and self.can_join:
+            is_here = self.path.startswith("/")
+            layout = await asyncio.to_thread(checkpoint.read_layout, Path(self.path)) if is_here else {}
+            check_group(source, ranks=self.ranks, current=layout)
+        else:
+            raise Unsupported(
+                "this SGLang loads weights from disk or a trainer's broadcast only", reason="WEIGHT_SOURCE"
+            )
+
+    async def _receive(self, source: DistributedSource, *, timeout_s: float) -> None:
+        """Join the group, take what is broadcast, and leave it again."""
+        group = {"group_name": source.group_name}
+        joining = {
+            **group,
+            "master_address": source.master_host,
+            "master_port": source.master_port,
+            "rank_offset": source.rank_offset,
+            "world_size": source.world_size,
+            "backend": source.backend.name.lower(),
+        }
+        try:
+            await self._tell("/init_weights_update_group", joining, timeout_s, changed=False)
+        except DeadlineExceeded:
+            raise StepFailed("the group did not form, and the engine waits for it: restart it") from None
+        try:
+            await self._tell("/begin_weight_update", {"selector": "target"}, SHORT_TIMEOUT_S, changed=False)
+            tensors = {
+                "names": [tensor.name for tensor in source.tensors],
+                "dtypes": [DTYPES[tensor.dtype] for tensor in source.tensors],
+                "shapes": [list(tensor.shape) for tensor in source.tensors],
+                "flush_cache": False,
+                "abort_all_requests": False,
+            }
+            answer = await self._http.post(
+                "/update_weights_from_distributed", {**group, **tensors}, timeout_s=timeout_s
+            )
+            if not _is_live(answer):
+                raise StepFailed(f"the broadcast failed, and the weights are partly new now: {answer.words}")
+            await self._tell("/end_weight_update", {}, timeout_s)
+        finally:
+            await self._leave(group)
+
+    async def _leave(self, group: Mapping[str, object]) -> None:
+        try:
+            await self._http.post("/destroy_weights_update_group", group, timeout_s=SHORT_TIMEOUT_S)
+        except IopError:
+            return  # what became of the weights is the step's word; the next group has another name
+
+    async def _tell(
+        self, path: str, body: Mapping[str, object], timeout_s: float, *, changed: bool = True
+    ) -> None:
+        answer = await self._http.post(path, body, timeout_s=timeout_s)
+        if answer.status == 404 and path in {"/begin_weight_update", "/end_weight_update"}:
+            return  # older servers have no such bracket
+        if not answer.is_ok or not answer.read(_Updated).success:
+            raise StepFailed(f"the engine refused {path}: {answer.words}", changed=changed)
+
+    async def _undo(self, call: StepCall, source: WeightSource | None) -> StepResult:
+        operation, path, checksum = self._previous
+        if operation != call.operation_id:
+            return succeeded(changed=False)
+        await self.load_from(
+            source.path if isinstance(source, DiskSource) else path, timeout_s=call.timeout_s
+        )
+        if await self._checksum() != checksum:
+            raise StepFailed(
+                "the previous weights were loaded, but their checksum is another one",
+                code=AdminErrorCode.ROLLBACK_FAILED,
+            )
+        self._previous = ("", "", "")
+        return succeeded()
+
+    async def _checksum(self) -> str:
+        answer = await self._http.post(
+            "/weights_checker", {"action": "checksum"}, timeout_s=CHECKSUM_TIMEOUT_S
+        )
+        told = answer.read(_Checked) if answer.is_ok else None
+        if told is None or not told.success or not told.per_engine_checksum:
+            raise not_verified(f"the engine does not tell the checksum of its weights: {answer.words}")
+        return told.per_engine_checksum
+
+
+def _is_live(answer: EngineAnswer) -> bool:
+    """Whether the new weights are in place: a refused flush makes it a failure of which only the words tell."""
+    told = answer.read(_Updated) if answer.status in {200, 400} else None
+    return told is not None and (told.success or "were updated" in told.message)
