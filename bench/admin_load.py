@@ -28,6 +28,7 @@ from iop.admin.results import AdminOperation
 from iop.client.admin import AdminClient
 from iop.engine import CHECKPOINTS, builtin_checkpoint
 from iop.testing.engine_fleet import MODEL, Answer, EngineFleet
+from iop.testing.waiting import eventually
 
 TOKENS: Final = 16
 ATTEMPTS: Final = 5
@@ -214,9 +215,15 @@ class Load:
 
 
 async def run(
-    directory: Path, *, updates: int, callers: int, abort_every: int = 10, keep_every: int = 0
+    directory: Path,
+    *,
+    updates: int,
+    callers: int,
+    abort_every: int = 10,
+    keep_every: int = 0,
+    answers_between: int = 0,
 ) -> Load:
-    """Start the fleet, change weights under load, and judge."""
+    """Start the fleet, change weights under load, and judge; between two updates at least so many answers come."""
     async with EngineFleet(directory, ["n1", "n2"]) as fleet, fleet.client() as client:
         await fleet.start()
         first = (await fleet.say("Hello")).first_version
@@ -241,6 +248,8 @@ async def run(
                 took.append(await change_surely(client, (first, second)[number % 2], number, mode, found))
                 await asyncio.sleep(0)
                 found.may_abort = found.may_continue = False
+                wanted = len(found.latencies_s) + answers_between
+                await eventually(lambda wanted=wanted: len(found.latencies_s) >= wanted, what="answers")
             stop.set()
         return Load(updates_s=took, elapsed_s=time.monotonic() - begun, found=found)
 

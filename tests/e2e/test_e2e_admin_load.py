@@ -27,7 +27,9 @@ def admin_load() -> ModuleType:
 @pytest.mark.clause("AD-32", "AD-33", "AD-34", "AD-38")
 @pytest.mark.timeout(180)
 async def test_every_answer_under_five_updates_is_wholly_of_the_version_that_it_names(tmp_path: Path) -> None:
-    load = await admin_load().run(tmp_path, updates=5, callers=10, abort_every=4, keep_every=5)
+    load = await admin_load().run(
+        tmp_path, updates=5, callers=10, abort_every=4, keep_every=5, answers_between=10
+    )
     assert load.found.faults == []
     assert len(load.updates_s) == 5
     assert len(load.found.checked) == 2, "both versions answered"
