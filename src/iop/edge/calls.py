@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct, field
 
+from iop.core.errors import IopError
 from iop.core.ids import ModelId, NodeId, ProviderId, RequestId
 from iop.net.ports import RunSink, TunnelSink
 from iop.wire.messages import Header
@@ -34,6 +35,15 @@ GENERATIONS: Mapping[str, tuple[str, ...]] = {
 }
 """OpenEngine's generations, by what a provider is asked: they are not converted to another dialect."""
 
+OWN: Mapping[str, str] = {operation: f"own_{operation}" for operation in CONVERSIONS}
+"""The same operations of those alone who offer them themselves: for a request that cannot be said otherwise."""
+
+_WAYS: Mapping[str, tuple[str, ...]] = {
+    **{operation: (operation, *others) for operation, others in CONVERSIONS.items()},
+    **{own: (operation,) for operation, own in OWN.items()},
+    **GENERATIONS,
+}
+
 OPERATIONS: frozenset[str] = frozenset(
     {"chat_completions", "completions", "embeddings", "responses", "messages", "count_tokens"}
 )
@@ -48,7 +58,19 @@ SIDE_WORK_MAX = 4
 
 def ways_to(operation: str) -> tuple[str, ...]:
     """The operation itself and those that a surface can serve it by."""
-    return GENERATIONS.get(operation) or (operation, *CONVERSIONS.get(operation, ()))
+    return _WAYS.get(operation) or (operation,)
+
+
+class CannotBeSaidError(Exception):
+    """Of :data:`PrepareCall`: this provider would have to be asked in a dialect that cannot say the request.
+
+    Attributes:
+        error: what its caller is told, if nobody offers the operation itself.
+    """
+
+    def __init__(self, error: IopError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 PRIORITY_MIN = -10
@@ -186,4 +208,5 @@ Call: TypeAlias = TunnelCall | RunCall
 
 PrepareCall: TypeAlias = Callable[[ServedTarget], Call]
 """Builds the call under the lease. Called once per attempt, synchronously. May raise ``IopError`` (e.g. Unsupported:
-the target cannot say what was asked); the lease then comes back and the error reaches the caller of ``dispatch``."""
+the target cannot say what was asked); the lease then comes back and the error reaches the caller of ``dispatch``. After
+:class:`CannotBeSaidError` those are asked who offer the operation themselves, if any is there."""

@@ -26,10 +26,12 @@ from iop.core.errors import (
 from iop.core.ids import Generation, NodeId, ProviderId, RequestId, RunId
 from iop.edge.attempt import Attempt
 from iop.edge.calls import (
+    OWN,
     PRIORITY_MAX,
     PRIORITY_MIN,
     SIDE_OPERATIONS,
     Call,
+    CannotBeSaidError,
     DispatchRequest,
     Outcome,
     PrepareCall,
@@ -211,8 +213,12 @@ class Dispatcher:
             if isinstance(answer, Refusal):
                 raise handle.rejected(self._reject(record, error_of_refusal(answer, request.model)))
             if isinstance(answer, Lease):
-                if self._open(handle, answer):
-                    return handle
+                try:
+                    if self._open(handle, answer):
+                        return handle
+                except CannotBeSaidError as refusal:
+                    answer = self._ask_owners(handle, refusal.error)
+                    continue
                 # The connection had just begun to close.
                 if not handle.may_try_again:
                     lost = Unavailable("the provider's Node was lost", reason="node_lost", retry_after_s=1.0)
@@ -507,6 +513,21 @@ class Dispatcher:
         )
         return self.pools.acquire_again(handle.demand, now=now)
 
+    def _ask_owners(self, handle: DispatchHandle, error: IopError) -> Lease | Waiting | Refusal:
+        """Go on with those who offer the operation themselves, where the one that was chosen cannot be told (SF-10).
+
+        Raises:
+            IopError: ``error``, if none of them is there.
+        """
+        demand = handle.demand
+        own = OWN.get(demand.operation)
+        wanted = None if own is None else replace(demand, operation=own, run_id=self._new_run_id())
+        if wanted is None or not self.pools.has_live(wanted):
+            handle.settle_unserved(Outcome.REJECTED, error.reason)
+            raise error
+        handle.demand = wanted
+        return self.pools.acquire_again(wanted, now=self._loop.time())
+
     def _promise(self, handle: DispatchHandle, answer: Lease | Waiting | Refusal) -> None:
         """Give the task that waits for a lease something to wait for; it may be there already."""
         handle.promise = promise = self._loop.create_future()
@@ -606,6 +627,12 @@ class Dispatcher:
             case Lease():
                 try:
                     is_open = self._open(handle, answer)
+                except CannotBeSaidError as refusal:
+                    try:
+                        self._continue(handle, self._ask_owners(handle, refusal.error))
+                    except IopError as error:
+                        handle.fail_waiting(error)
+                    return
                 except IopError as error:
                     handle.fail_waiting(error)
                     return

@@ -11,7 +11,15 @@ from typing import Final, Protocol
 from iop.core.errors import IopError, LocalProtocolError
 from iop.core.ids import RunId
 from iop.edge.attempt import Attempt
-from iop.edge.calls import Call, DispatchRequest, Outcome, PrepareCall, ProviderKey, ServedTarget
+from iop.edge.calls import (
+    Call,
+    CannotBeSaidError,
+    DispatchRequest,
+    Outcome,
+    PrepareCall,
+    ProviderKey,
+    ServedTarget,
+)
 from iop.edge.outcomes import (
     UNKNOWN_VERSION,
     AttemptRecord,
@@ -309,6 +317,7 @@ class DispatchHandle:
 
         Raises:
             ConnectionGoneError: nothing was sent; another lease may be tried.
+            CannotBeSaidError: as well, of a provider that offers the operation itself.
             BaseException: whatever ``prepare`` raised; the request is then settled as rejected.
         """
         shell = self._shell
@@ -319,6 +328,8 @@ class DispatchHandle:
         target = shell.pools.served_target(lease)
         try:
             call = self._prepare(target)
+        except CannotBeSaidError:
+            raise
         except BaseException as error:
             reason = error.reason if isinstance(error, IopError) else "internal"
             self.settle_unserved(Outcome.REJECTED, reason)

@@ -168,14 +168,14 @@ def snapshot(
     )
 
 
-def with_second(config: EdgeSnapshot, endpoint: str) -> EdgeSnapshot:
+def with_second(config: EdgeSnapshot, endpoint: str, *, capacity: int) -> EdgeSnapshot:
     """The same with another provider of the kind `openai_compat` in the pool, on the same Node."""
     node = config.nodes[KEY.node]
     fast = config.models[ModelId("fast")]
     adapter = AdapterConfig(
         name="second",
         type="openai_compat",
-        capacity=8,
+        capacity=capacity,
         targets=("org/Real-8B-Instruct",),
         settings=OpenAICompatSettings(endpoint=endpoint),
     )
@@ -184,7 +184,7 @@ def with_second(config: EdgeSnapshot, endpoint: str) -> EdgeSnapshot:
         type="openai_compat",
         category="api",
         route=Route.TUNNEL,
-        capacity=8,
+        capacity=capacity,
         profile_operations=frozenset(DEFAULT_PROFILE.operations),
     )
     wire = replace(node.wire, adapters=(*node.wire.adapters, adapter))
@@ -204,6 +204,7 @@ async def fleet_of(
     operations: frozenset[str] | None = None,
     endpoint: str | None = None,
     second_endpoint: str | None = None,
+    second_capacity: int = 8,
     strangers: Strangers | None = None,
     tracer: Tracer | None = None,
     bound_s: float = 60.0,
@@ -222,7 +223,7 @@ async def fleet_of(
             **model,
         )
         if second_endpoint is not None:
-            config = with_second(config, second_endpoint)
+            config = with_second(config, second_endpoint, capacity=second_capacity)
         if dispatch_limits is not None:
             config = replace(config, limits=dispatch_limits)
         async with (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from described_engine import speak_all
-from http_fleet import KEY, SECOND, HttpFleet, fleet_of
+from http_fleet import KEY, SECOND, HttpFleet, fleet_of, post
 
-from iop.edge.calls import ProviderKey
+from iop.edge.calls import Outcome, ProviderKey
+from iop.edge.snapshot import QueueSpec
 from iop.testing.stub_engine import StubCall, StubEngine, whole_answer
 from iop.testing.waiting import eventually
 
@@ -168,3 +170,59 @@ async def test_tokens_are_estimated_only_where_messages_are_served() -> None:
         assert list((await shown(fleet))["endpoints"]) == ["/v1/embeddings"]
         status, headers, _ = await fleet.post(body, path="/v1/messages/count_tokens")
         assert (status, headers[b"x-iop-reason"]) == (404, b"operation_not_supported")
+
+
+@pytest.mark.clause("SF-10", "SF-01", "EN-112")
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_what_a_conversion_cannot_say_goes_to_who_speaks_the_dialect(is_busy: bool) -> None:
+    """The chats-only engine comes first; what no chat can say is no reason to refuse while another takes messages."""
+    on_get, script = having(b"/v1/chat/completions")
+    able_get, able_script = having(b"/v1/messages")
+    go_on = asyncio.Event()
+
+    async def slow(call: StubCall) -> None:
+        if is_busy:
+            await go_on.wait()
+        await able_script(call)
+
+    odd = {"model": "fast", **BODIES["/v1/messages"], "container": "c"}
+    async with (
+        StubEngine(slow, on_get=able_get) as able,
+        fleet_of(on_get=on_get, second_endpoint=able.endpoint, second_capacity=1, queue=QueueSpec()) as fleet,
+    ):
+        fleet.stub.script = script
+        await eventually(lambda: all("absent_operations" in said(fleet, key) for key in (KEY, SECOND)))
+        callers = [await fleet.call() for _ in range(3)]
+        for caller in callers:
+            await caller.send(post(json.dumps(odd).encode(), path="/v1/messages"))
+        if is_busy:
+            await eventually(lambda: asked(able, "/v1/messages") == 1 and fleet.edge.pools.waiting == 2)
+            go_on.set()
+        for caller in callers:
+            status, headers, _ = await caller.read_answer()
+            assert (status, headers.get(b"x-iop-converted")) == (200, None)
+            record = fleet.edge.outcomes.find(headers[b"x-request-id"].decode())
+            assert record is not None
+            await eventually(lambda record=record: record.outcome is Outcome.COMPLETE)
+        assert asked(able, "/v1/messages") == 3
+        assert fleet.edge.outcomes.begun_total == 3, "one record for each request"
+        await fleet.settled()
+
+
+@pytest.mark.clause("SF-10")
+async def test_what_nobody_can_be_told_is_refused_by_its_field_once() -> None:
+    on_get, script = having(b"/v1/chat/completions")
+    odd = {"model": "fast", **BODIES["/v1/messages"], "container": "c"}
+    async with (
+        StubEngine(script, on_get=on_get) as other,
+        fleet_of(on_get=on_get, second_endpoint=other.endpoint) as fleet,
+    ):
+        await eventually(lambda: all("absent_operations" in said(fleet, key) for key in (KEY, SECOND)))
+        status, headers, body = await fleet.post(json.dumps(odd).encode(), path="/v1/messages")
+        assert (status, headers[b"x-iop-reason"]) == (400, b"unsupported_field")
+        assert b"container" in body
+        await fleet.settled()
+        record = fleet.edge.outcomes.find(headers[b"x-request-id"].decode())
+        assert record is not None and record.outcome is Outcome.REJECTED
+        assert record.reason == "UNSUPPORTED_FIELD"
+        assert fleet.edge.outcomes.begun_total == 1

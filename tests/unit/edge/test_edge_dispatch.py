@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from iop.core.errors import Draining, NotFound, Overloaded, Unavailable, Unsupported
-from iop.edge.calls import Outcome, Route, RunCall
+from iop.core.errors import Draining, InvalidRequest, NotFound, Overloaded, Unavailable, Unsupported
+from iop.edge.calls import CannotBeSaidError, Outcome, Route, RunCall
 from iop.edge.pools import GateMode, ProviderGate
 from iop.edge.snapshot import BreakerSpec, DispatchLimits, QueueSpec
 from iop.testing.edge_fleet import (
@@ -594,3 +594,32 @@ async def test_a_providers_own_4xx_is_complete_and_its_5xx_an_upstream_error(mak
         node.streams[-1].end()
         outcomes.append(handle.outcome)
     assert outcomes == [Outcome.COMPLETE, Outcome.COMPLETE, Outcome.UPSTREAM_ERROR]
+
+
+@pytest.mark.clause("SF-10", "EN-112")
+async def test_a_repeat_that_cannot_be_said_asks_who_offers_the_operation_itself(make_edge):
+    """The first attempt is lost with its Node; the second provider would need a conversion that cannot be made."""
+    only = {
+        "n1/main": adapter_spec("main", operations=frozenset({"messages"})),
+        "n2/main": adapter_spec("main", operations=frozenset({"chat_completions"})),
+        "n3/main": adapter_spec("main", operations=frozenset({"messages"})),
+    }
+    edge = await make_edge(snapshot_of(only, {"fast": list(only)}))
+    nodes = [FakeEdgeConnection(edge.nodes, name).connect() for name in ("n1", "n2", "n3")]
+    nodes[0].hands_over = False
+    sink = RecordingSink()
+    asked = []
+
+    def prepare(target):
+        asked.append(target.key.node)
+        if target.key.node == "n2":
+            raise CannotBeSaidError(InvalidRequest("not in a chat", reason="UNSUPPORTED_FIELD"))
+        return tunnel_to(sink)(target)
+
+    handle = await edge.dispatcher.dispatch(request_of("fast", operation="messages"), prepare)
+    nodes[0].lose()
+    assert asked == ["n1", "n2", "n3"]
+    nodes[2].streams[0].start()
+    nodes[2].streams[0].end()
+    assert handle.outcome is Outcome.COMPLETE
+    assert (sink.ends, edge.outcomes.begun_total, len(edge.pools.leases)) == (1, 1, 0)

@@ -46,6 +46,7 @@ from iop.core.ids import RequestId
 from iop.edge.calls import (
     OPERATIONS,
     RUN_OPERATIONS,
+    CannotBeSaidError,
     DispatchRequest,
     PrepareCall,
     Route,
@@ -394,14 +395,17 @@ class EdgeHttp:
         fields: RequestFields = visit.fields
         model = self._find_snapshot().find_model(fields.model)
         shown = visit.model if target.response_model == "alias" else None
-        plan = plan_request(
-            operation.name,
-            other,
-            fields,
-            model=target.target,
-            allowed=frozenset() if model is None else model.conversion_drops,
-            rewrites=target.rewrites,
-        )
+        try:
+            plan = plan_request(
+                operation.name,
+                other,
+                fields,
+                model=target.target,
+                allowed=frozenset() if model is None else model.conversion_drops,
+                rewrites=target.rewrites,
+            )
+        except InvalidRequest as error:
+            raise CannotBeSaidError(error) from None
         exchange.hold_made(plan.made_bytes)
         conversion = Conversion(
             exchange,

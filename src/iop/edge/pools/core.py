@@ -391,6 +391,11 @@ class Pools:
         provider = self._providers.get(key)
         return provider is not None and operation in provider.served
 
+    def has_live(self, demand: Demand) -> bool:
+        """Whether somebody is there who could serve this demand, however busy."""
+        key = ClassKey(demand.is_long, demand.operation)
+        return any(p.is_live and p.serves(key) for _, p in self._members.get(demand.model, ()))
+
     def served_target(self, lease: Lease) -> ServedTarget:
         """What a surface needs to know to build the body under this lease (EN-54)."""
         provider = self._providers[lease.key]

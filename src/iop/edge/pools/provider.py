@@ -10,6 +10,7 @@ from iop.core.ids import Generation, ModelId
 from iop.edge.calls import (
     GENERATIONS,
     OPERATIONS,
+    OWN,
     RUN_OPERATIONS,
     SIDE_OPERATIONS,
     SIDE_WORK_MAX,
@@ -143,5 +144,5 @@ def _configured(spec: AdapterSpec) -> frozenset[str]:
 
 
 def _served_by(offered: frozenset[str]) -> frozenset[str]:
-    asked = (*OPERATIONS, *GENERATIONS)
+    asked = (*OPERATIONS, *OWN.values(), *GENERATIONS)
     return frozenset(name for name in asked if not offered.isdisjoint(ways_to(name)))
