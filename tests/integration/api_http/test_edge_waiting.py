@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 
 import openai
@@ -139,6 +140,56 @@ async def test_what_is_no_stream_after_the_wait_is_told_as_an_event(
         assert told.items() <= error.items()
         assert b"[DONE]" not in seen
         await fleet.settled()
+
+
+@pytest.mark.clause("SF-05", "SF-06")
+@pytest.mark.parametrize(
+    ("status", "kind", "body"),
+    [
+        (b"200 OK", b"text/event-stream", b"".join(sse_events(["hello"]))),
+        (b"400 Bad Request", b"application/json", b'{"error":{"message":"hello"}}'),
+    ],
+    ids=["stream", "error"],
+)
+async def test_what_comes_compressed_after_the_wait_is_read_in_clear(
+    status: bytes, kind: bytes, body: bytes
+) -> None:
+    packed = gzip.compress(body)
+    head = b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+    async with fleet_of(capacity=1, queue=PATIENT) as fleet:
+        door = Door(fleet, rest=head % (status, kind, len(packed)) + packed)
+        await door.hold()
+        caller = await fleet.call()
+        await caller.send(post(STREAM, b"Accept-Encoding: gzip"))
+        await caller.read_until(b": waiting behind 0\n")
+        door.may_end.set()
+        seen = await caller.read_until(b"\r\n0\r\n")
+        assert b"hello" in seen and (b"[DONE]" in seen) is (status == b"200 OK")
+
+
+@pytest.mark.clause("SF-06")
+@pytest.mark.parametrize("status", [b"400 Bad Request", b"200 OK"])
+async def test_an_answer_that_is_cut_after_the_wait_is_told_as_an_event(status: bytes) -> None:
+    async with fleet_of(capacity=1, queue=PATIENT) as fleet:
+        door = Door(fleet)
+        answer = fleet.stub.script
+
+        async def cut(call: StubCall) -> None:
+            if len(fleet.stub.calls) == 1:
+                await answer(call)
+            else:
+                await call.write(b'HTTP/1.1 %b\r\nContent-Length: 500\r\n\r\n{"error":{' % status)
+                call.close()
+
+        fleet.stub.script = cut
+        await door.hold()
+        caller = await waiting_caller(fleet, "late")
+        await caller.read_until(b": waiting behind 0\n")
+        door.may_end.set()
+        seen = await caller.read_until(b"\r\n0\r\n")
+        assert b'data: {"error":' in seen and b"no event stream" in seen
+        await fleet.settled()
+        assert fleet.outcome("late") is Outcome.UPSTREAM_TRUNCATED
 
 
 @pytest.mark.clause("EN-110")

@@ -17,6 +17,7 @@ from iop.api.http.errors import (
     error_headers,
     error_of_stream,
     error_status,
+    late_answer_event,
 )
 from iop.core.errors import InvalidRequest, Overloaded
 from iop.edge.pools.model import Refusal, RefusalReason
@@ -84,6 +85,18 @@ def test_envelopes_are_the_dialects_own() -> None:
     event = error_event(error, Dialect.RESPONSES, newline=b"\r\n")
     assert event.startswith(b'event: error\r\ndata: {"type":"error","code":"invalid_request",')
     assert event.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.clause("SF-06")
+@pytest.mark.parametrize(
+    "body", [b'{"error":{"message":"no"}}', b'{"type":"other","error":{"message":"no"}}']
+)
+def test_a_late_answer_is_an_error_event_to_readers_of_messages_whatever_it_called_itself(
+    body: bytes,
+) -> None:
+    event = late_answer_event(400, body, Dialect.MESSAGES)
+    assert event.startswith(b"event: error\ndata: ")
+    assert json.loads(event.partition(b"data: ")[2]) == {"type": "error", "error": {"message": "no"}}
 
 
 def test_retry_after_is_whole_seconds_and_never_zero() -> None:

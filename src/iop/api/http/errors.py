@@ -37,6 +37,7 @@ __all__ = [
     "error_of_stream",
     "error_status",
     "error_type",
+    "late_answer_event",
 ]
 
 
@@ -202,7 +203,7 @@ def late_answer_event(status: int, body: bytes, dialect: Dialect) -> bytes:
         value = None
     if status >= 400 and isinstance(value, dict) and isinstance(error := value.get("error"), dict):
         if dialect.is_anthropic:
-            return b"event: error\ndata: " + orjson.dumps(value) + b"\n\n"
+            return b"event: error\ndata: " + orjson.dumps(value | {"type": "error"}) + b"\n\n"
         if dialect is Dialect.RESPONSES:
             value = {
                 "type": "error",

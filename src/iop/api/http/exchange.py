@@ -384,6 +384,9 @@ class Exchange:
         """Close without the answer's proper end, so that no caller takes it for whole (SF-03, SF-06)."""
         if self.is_gone or self.is_ended:
             return
+        if self._late_parts is not None:
+            self.end()  # nothing of that answer was shown: the event that stands for it is whole
+            return
         self.is_ended = True
         self._finish(cut=True)
 

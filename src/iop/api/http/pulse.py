@@ -59,10 +59,10 @@ def _tell_place(
     exchange: Exchange, handle: DispatchHandle, every_s: float, headers: HeaderList, dialect: Dialect
 ) -> None:
     behind = handle.waiting_behind
-    if behind is None:
-        return  # its provider has it, and says when it lives
-    place = (b"x-iop-queue-position", b"%d" % behind)
-    exchange.start_early([*_EVENTS, *headers, place], late=partial(late_answer_event, dialect=dialect))
-    if exchange.is_writable:
-        exchange.comment(b": waiting behind %d\n" % behind)
+    if behind is not None:
+        place = (b"x-iop-queue-position", b"%d" % behind)
+        exchange.start_early([*_EVENTS, *headers, place], late=partial(late_answer_event, dialect=dialect))
+        if exchange.is_writable:
+            exchange.comment(b": waiting behind %d\n" % behind)
+    # Else a provider has it; it waits again where that was in vain before anything was answered (EN-112).
     comment_while_waiting(exchange, handle, every_s=every_s, headers=headers, dialect=dialect)

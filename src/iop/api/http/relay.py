@@ -136,7 +136,11 @@ class Relay:
         is_events = kind.startswith(b"text/event-stream")
         if coding and coding != b"identity":
             self._decoder = decoder_for(coding)
-            is_readable = self._rewrite is None and accepts_coding(self._exchange.head, coding)
+            is_readable = (
+                self._rewrite is None
+                and not self._exchange.is_early  # its head is gone, and what it holds so far is in clear
+                and accepts_coding(self._exchange.head, coding)
+            )
             if not is_readable and self._decoder is None:
                 self._refuse_coding()
                 return
@@ -323,9 +327,7 @@ class Relay:
                 self._note_truncated()
         if self._withheld is not None and self._rewrite is not None:
             status, headers = self._withheld
-            exchange.start(
-                status, headers, length=self._length_of(shown := self._rewrite(whole, False))
-            )
+            exchange.start(status, headers, length=self._length_of(shown := self._rewrite(whole, False)))
             exchange.write(shown)
             exchange.end()
         else:

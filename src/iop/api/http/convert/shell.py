@@ -93,6 +93,11 @@ class ConvertingExchange:
         return self._exchange.is_writable
 
     @property
+    def is_early(self) -> bool:
+        """Whether the caller's event stream was begun before the answer was there."""
+        return self._exchange.is_early
+
+    @property
     def is_gone(self) -> bool:
         """Whether the caller has left."""
         return self._exchange.is_gone
