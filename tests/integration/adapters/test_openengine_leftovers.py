@@ -219,7 +219,9 @@ async def test_a_profile_of_an_earlier_process_that_the_engine_does_not_stop_is_
 
 
 @pytest.mark.clause("AD-31", "AD-35")
-async def test_an_engines_own_quarantine_is_never_taken_for_being_as_desired(admin: AdminRig) -> None:
+async def test_an_engines_own_quarantine_is_never_taken_for_being_as_desired(
+    admin: AdminRig, caplog: pytest.LogCaptureFixture
+) -> None:
     fleet = admin.engine.world.fleet
     assert_all_ok(await admin.step(pause(), operation="up", step=1))
     new = ApplyWeightsStep(model="public", source=DISK, weight_version="v1")
@@ -235,6 +237,10 @@ async def test_an_engines_own_quarantine_is_never_taken_for_being_as_desired(adm
         (True, None, None),
         (True, None, None),
     ]
+
+    assert [
+        record.message.split()[:2] for record in caplog.records if "engine.quarantined" in record.message
+    ] == [["engine.quarantined", f"participant=g/{rank}"] for rank in (0, 1)]
 
     # The published version is what heals it, also where the engine says that it has it.
     for rank in fleet.members("g"):

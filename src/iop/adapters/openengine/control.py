@@ -132,6 +132,7 @@ class OpenEngineControl:
         self._artifacts: dict[str, ProfileArtifact] = {}
         self._profiles = ProfileBook()
         self._under_way: set[str] = set()
+        self._ill: dict[ParticipantId, str] = {}
         self._serving: dict[ParticipantId, dict[ReconfigurableField, ServingValue]] = {}
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -641,12 +642,25 @@ class OpenEngineControl:
                 self._serving.clear()
         before = self._profile
         self._profile = await self._admin().profile()
+        self._note_quarantine(self._profile)
         await self._learn_sources(self._profile)
         await self._profiles.learn(self._admin())
         if self._failure or before is None or self._profile.participants != before.participants:
             self._failure = ""
             self._services.on_change()
         return self._profile
+
+    def _note_quarantine(self, profile: AdminProfile) -> None:
+        """Say once why the engine itself lets some of its ranks take no inference; only it knows (AD-31)."""
+        ill = {
+            each.info.participant_id: each.quarantine_reason
+            for each in profile.participants
+            if each.quarantined
+        }
+        if ill != self._ill:
+            for participant, reason in ill.items():
+                _log.warning("engine.quarantined participant=%s reason=%s", participant, reason[:512])
+            self._ill = ill
 
     async def _learn_sources(self, profile: AdminProfile) -> None:
         """Ask where the weights in force can be read again, once for each state of them; not every server tells."""
