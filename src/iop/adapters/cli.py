@@ -28,13 +28,11 @@ from iop.adapters.base import (
 from iop.adapters.chat_input import read_body, read_messages, read_parts, read_text
 from iop.adapters.cli_output import JsonLinesReader, OutputReader, TextReader
 from iop.adapters.cli_workspace import Workspace, Workspaces
+from iop.adapters.controlled import Controlled
 from iop.adapters.gate_control import GateControl
 from iop.adapters.http_tunnel import refuse_tunnel
-from iop.admin.participant import ProgressSink
-from iop.admin.profile import ParticipantInfo
-from iop.admin.steps import ParticipantReadBack, StepCall, StepResult
 from iop.core.errors import Conflict, InvalidRequest, IopError, Overloaded, Unavailable
-from iop.core.ids import ParticipantId, SessionId
+from iop.core.ids import SessionId
 from iop.wire.messages import (
     AdapterConfig,
     CancelReason,
@@ -84,7 +82,7 @@ class _RunFailedError(Exception):
         self.error = StreamError(code=code, message=message)
 
 
-class CliAdapter:
+class CliAdapter(Controlled):
     """One kind of agent.
 
     Args:
@@ -111,7 +109,9 @@ class CliAdapter:
         self._environment = {name: value for name, value in services.environment.items() if name in wanted}
         self._workspaces = Workspaces()
         self._runs: set[_AgentRun] = set()
-        self._gate = GateControl(services, name="a command-line agent", why_no_more=NO_CONTROL)
+        gate = GateControl(services, name="a command-line agent", why_no_more=NO_CONTROL)
+        super().__init__(gate)
+        self._gate = gate
         self._gate.attach(self)
         self._is_closed = False
         self._health = Health.UNKNOWN
@@ -203,26 +203,9 @@ class CliAdapter:
         finally:
             await self._workspaces.give_back(workspace)
 
-    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:  # noqa: ARG002
-        """It makes none."""
-        refuse_tunnel(stream, StreamErrorCode.INVALID_REQUEST, "this provider has no artifacts")
-        on_done()
-
     async def terminate_session(self, session_id: SessionId) -> None:
         """Remove the session's directory (EN-70)."""
         await self._workspaces.end_session(session_id)
-
-    def participants(self) -> Sequence[ParticipantInfo]:
-        """The agent as one."""
-        return self._gate.participants()
-
-    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
-        """By the gate."""
-        return await self._gate.execute_step(call, report)
-
-    async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
-        """How the gate stands."""
-        return await self._gate.read_back(participant_ids)
 
     def _command(self, request: RunRequest, prompt: str, workspace: Workspace) -> list[str]:
         """The command with its places filled. Raises InvalidRequest when the prompt cannot be an argument."""

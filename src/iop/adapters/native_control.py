@@ -15,17 +15,18 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
-from iop.adapters.base import AdapterServices
+from iop.adapters.base import AdapterServices, TunnelStream
 from iop.adapters.engine_http import EngineHttp
-from iop.adapters.gate_control import ENGINE, GATE_CAPABILITIES, GateControl
+from iop.adapters.engine_profiles import EngineProfiles
+from iop.adapters.gate_control import ENGINE, GATE_CAPABILITIES, GateControl, StepFailed, succeeded
 from iop.admin.enums import AdminOperationKind
 from iop.admin.profile import Capabilities, ParticipantInfo
 from iop.admin.requests import DiskSource
-from iop.admin.steps import ParticipantReadBack, StepCall
+from iop.admin.steps import ParticipantReadBack, StartProfileStep, StepCall, StepResult
 from iop.core.errors import DeadlineExceeded, IopError, Overloaded, RemoteProtocolError, Unavailable
 from iop.core.ids import GroupId, ParticipantId
 from iop.wire.messages import OpenAICompatSettings
@@ -78,6 +79,7 @@ class NativeControl(GateControl, abc.ABC):
         self._seen: Observed | None = None
         self._failure = "the engine was not asked yet"
         self._is_unwell = False
+        self._profiles: EngineProfiles | None = None
 
     # ---- for the adapter ----
 
@@ -160,6 +162,39 @@ class NativeControl(GateControl, abc.ABC):
         """How it stands, just after a look."""
         return self._told(paused=self._is_gated)
 
+    async def _tell(
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout_s: float,
+    ) -> None:
+        """Tell the engine something whose status says whether it was taken. Raises StepFailed."""
+        answer = await self._http.post(path, body, query=query, timeout_s=timeout_s)
+        if not answer.is_ok:
+            raise StepFailed(f"the engine refused: {answer.words}")
+
+    # ---- profiles, of kinds that have them ----
+
+    async def _start_profile(self, call: StepCall, step: StartProfileStep) -> StepResult:
+        if self._profiles is None or self._tasks is None:
+            return await super()._start_profile(call, step)
+        await self._profiles.start(step, self._tasks)
+        return succeeded()
+
+    async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:
+        if self._profiles is None:
+            return await super()._stop_profile(call, profile_id)
+        return succeeded(artifacts=await self._profiles.stop(profile_id, timeout_s=call.timeout_s))
+
+    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
+        """One file of a profile that was started here."""
+        if self._profiles is None:
+            super().open_artifact(uri, stream, on_done)
+        else:
+            self._profiles.open(uri, stream, on_done)
+
     # ---- the gate's questions, answered by looks ----
 
     async def _before_step(self, call: StepCall) -> None:
@@ -187,6 +222,8 @@ class NativeControl(GateControl, abc.ABC):
 
     def _told(self, **known: object) -> ParticipantReadBack:
         instance = self._seen.instance if self._seen is not None else ""
+        if self._profiles is not None:
+            known["profiles"] = self._profiles.running
         return ParticipantReadBack(participant_id=ENGINE, instance=instance, **known)  # type: ignore[arg-type]
 
     async def _look(self) -> Observed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -18,6 +18,7 @@ from iop.adapters.base import (
     RunStream,
     TunnelStream,
 )
+from iop.adapters.controlled import Controlled
 from iop.adapters.http_exchange import (
     HEADERS_TIMEOUT_S,
     HttpRequest,
@@ -30,11 +31,7 @@ from iop.adapters.http_tunnel import refuse_tunnel, stream_error_of
 from iop.adapters.http_upstream import HttpExchange, HttpUpstream
 from iop.adapters.ollama_codec import AnswerReader, chat_request, has_tools, refuses_tools
 from iop.adapters.ollama_control import OllamaControl
-from iop.admin.participant import ProgressSink
-from iop.admin.profile import ParticipantInfo
-from iop.admin.steps import ParticipantReadBack, StepCall, StepResult
 from iop.core.errors import InvalidRequest, IopError, RemoteProtocolError, Unavailable
-from iop.core.ids import ParticipantId, SessionId
 from iop.obs.tracing import parse_trace
 from iop.wire.messages import (
     AdapterConfig,
@@ -67,7 +64,7 @@ class _Version(msgspec.Struct):
     version: str = ""
 
 
-class OllamaAdapter:
+class OllamaAdapter(Controlled):
     """One Ollama server.
 
     Args:
@@ -89,8 +86,9 @@ class OllamaAdapter:
         self._services = services
         self._keep_alive = settings.keep_alive
         self._upstream = HttpUpstream(origin, ssl_context=client_ssl_context(b"") if origin.is_tls else None)
-        self._control = OllamaControl(settings, services, targets=tuple(config.targets))
-        self._control.attach(self)
+        self._gate = OllamaControl(settings, services, targets=tuple(config.targets))
+        super().__init__(self._gate)
+        self._gate.attach(self)
         self._runs: set[_ChatRun] = set()
         self._without_tools: set[str] = set()
         self._health = Health.UNKNOWN
@@ -116,7 +114,7 @@ class OllamaAdapter:
             category=Category.LOCAL_INFERENCE,
             runs=True,
             admin=True,
-            admin_refusal=self._control.why_no_more[:1024],
+            admin_refusal=self._gate.why_no_more[:1024],
         )
 
     def snapshot(self) -> AdapterSnapshot:
@@ -166,7 +164,7 @@ class OllamaAdapter:
     async def run(self, stream: RunStream) -> None:
         """One chat; tried once more with tools in words when the model refuses them (EN-66)."""
         run = _ChatRun(stream, self._upstream, self._observe_outcome)
-        if self._control.is_gated:
+        if self._gate.is_gated:
             # It would load the model again that a release let go.
             stream.emit(
                 _failed(StreamErrorCode.BUSY, "the engine is paused", retryable=True, before_start=True)
@@ -202,26 +200,6 @@ class OllamaAdapter:
                 StreamErrorCode.UPSTREAM_ERROR, "the backend refuses tools that it was not given"
             )
         return terminal
-
-    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:  # noqa: ARG002
-        """It makes none."""
-        refuse_tunnel(stream, StreamErrorCode.INVALID_REQUEST, "this provider has no artifacts")
-        on_done()
-
-    async def terminate_session(self, session_id: SessionId) -> None:
-        """Nothing to end: it keeps no sessions."""
-
-    def participants(self) -> Sequence[ParticipantInfo]:
-        """The server as one, once it was seen."""
-        return self._control.participants()
-
-    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
-        """By gate and model lifecycle."""
-        return await self._control.execute_step(call, report)
-
-    async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
-        """As the server says."""
-        return await self._control.read_back(participant_ids)
 
     async def _get(self, path: bytes) -> bytes:
         request = HttpRequest(method=b"GET", path=path, headers_timeout_s=PROBE_TIMEOUT_S)

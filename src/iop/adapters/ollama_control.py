@@ -12,13 +12,12 @@ It has no pause: the gate of the Node is the pause. Things that its answers do n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import ClassVar, Final
 
 import msgspec
 
 from iop.adapters.base import AdapterServices
-from iop.adapters.device_memory import device_bytes_used, freed_since
+from iop.adapters.device_memory import DeviceMemory, device_bytes_used, freed_amounts
 from iop.adapters.gate_control import (
     ENGINE,
     GATE_MODES,
@@ -43,7 +42,7 @@ from iop.admin.enums import (
 )
 from iop.admin.profile import Capabilities
 from iop.admin.requests import DiskSource
-from iop.admin.results import CacheResult, ResourceAmount
+from iop.admin.results import CacheResult
 from iop.admin.steps import FlushStep, ParticipantReadBack, ReleaseStep, RestoreStep, StepCall, StepResult
 from iop.core.errors import PreconditionFailed, Unavailable
 from iop.wire.messages import OllamaSettings, OpenAICompatSettings
@@ -52,9 +51,6 @@ Op = AdminOperationKind
 
 UNLOAD_TIMEOUT_S: Final = 30.0
 """A runner without requests leaves within seconds, when its memory shows as free."""
-
-FREED_TIMEOUT_S: Final = 5.0
-"""How long freed memory may take to show at the device."""
 
 RUNS_ELSEWHERE: Final = "a model that Ollama runs elsewhere (a `:cloud` model) cannot be unloaded here"
 NO_MODEL: Final = "no model of this configuration is installed at the server: pull it first"
@@ -124,7 +120,7 @@ class OllamaControl(NativeControl):
         services: AdapterServices,
         *,
         targets: tuple[str, ...] = (),
-        device_memory: Callable[[], Awaitable[int | None]] = device_bytes_used,
+        device_memory: DeviceMemory = device_bytes_used,
     ) -> None:
         super().__init__(OpenAICompatSettings(endpoint=settings.endpoint), services, targets=targets)
         self._keep_alive = settings.keep_alive
@@ -219,7 +215,10 @@ class OllamaControl(NativeControl):
         before = await self._device_memory() if any(each.size_vram for each in loaded) else None
         await self._unload(loaded, timeout_s=call.timeout_s)
         self._released = dict.fromkeys(self._installed, "") | {each.name: each.digest for each in loaded}
-        return succeeded(amounts=await self._freed(before))
+        amounts = await freed_amounts(
+            before, self._device_memory, ResourceKind.WEIGHTS, claim="the model is no longer listed"
+        )
+        return succeeded(amounts=amounts)
 
     async def _restore(self, call: StepCall, step: RestoreStep) -> StepResult:
         if ResourceKind.WEIGHTS not in step.kinds or not self._released:
@@ -263,15 +262,6 @@ class OllamaControl(NativeControl):
             raise not_verified("the engine answered and does not list the model as loaded")
         if there.digest != digest:
             raise not_verified("the tag names other weights than those that were unloaded")
-
-    async def _freed(self, before: int | None) -> tuple[ResourceAmount, ...]:
-        """Measured at the device; its own figures are estimates (AD-43)."""
-        if before is None:
-            return ()
-        freed = await freed_since(before, self._device_memory, within_s=FREED_TIMEOUT_S)
-        if freed <= 0:
-            raise not_verified("the model is no longer listed, but no device memory was freed")
-        return (ResourceAmount(participant_id=ENGINE, kind=ResourceKind.WEIGHTS, bytes=freed),)
 
     def _load_of_ours(self) -> int:
         return self._traffic.in_flight if self._traffic is not None else 0

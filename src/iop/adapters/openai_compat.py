@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -23,6 +23,7 @@ from iop.adapters.base import (
     RunStream,
     TunnelStream,
 )
+from iop.adapters.controlled import Controlled
 from iop.adapters.engine_facts import absent_of, facts_of_models, facts_of_props
 from iop.adapters.gate_control import GateControl
 from iop.adapters.http_exchange import (
@@ -43,11 +44,7 @@ from iop.adapters.profiles import (
     is_plain_path,
     resolve,
 )
-from iop.admin.participant import ProgressSink
-from iop.admin.profile import ParticipantInfo
-from iop.admin.steps import ParticipantReadBack, StepCall, StepResult
 from iop.core.errors import InvalidRequest, IopError, Unavailable
-from iop.core.ids import ParticipantId, SessionId
 from iop.wire.messages import (
     AdapterConfig,
     Header,
@@ -84,7 +81,7 @@ class _ModelList(msgspec.Struct):
     data: list[_Model]
 
 
-class OpenAICompatAdapter:
+class OpenAICompatAdapter(Controlled):
     """One OpenAI-compatible endpoint.
 
     Args:
@@ -108,7 +105,7 @@ class OpenAICompatAdapter:
         self._services = services
         if control is None:
             control = GateControl(services, name=f"a provider of type {config.type}", why_no_more=NO_CONTROL)
-        self._control = control
+        super().__init__(control)
         self._gate = control if isinstance(control, GateControl) else None
         if self._gate is not None:
             self._gate.attach(self)
@@ -311,25 +308,6 @@ class OpenAICompatAdapter:
                 ),
             )
         )
-
-    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
-        """From the control interface, where it keeps any."""
-        self._control.open_artifact(uri, stream, on_done)
-
-    async def terminate_session(self, session_id: SessionId) -> None:
-        """Nothing to end: these engines keep no sessions."""
-
-    def participants(self) -> Sequence[ParticipantInfo]:
-        """The engine's ranks, as its control interface tells them; else the provider as one."""
-        return self._control.participants()
-
-    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
-        """By the control interface or the gate."""
-        return await self._control.execute_step(call, report)
-
-    async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
-        """By the control interface or the gate."""
-        return await self._control.read_back(participant_ids)
 
     def _on_outcome(self, error: UpstreamError | None) -> None:
         """What a request shows of the engine's health, between probes."""

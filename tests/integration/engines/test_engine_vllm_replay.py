@@ -310,7 +310,7 @@ async def test_a_sleep_is_proven_by_state_and_by_freed_memory() -> None:
 
 @pytest.mark.clause("AD-37", "AD-43")
 async def test_a_sleep_that_freed_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("iop.adapters.vllm.control.FREED_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("iop.adapters.device_memory.FREED_TIMEOUT_S", 0.05)
 
     async def memory() -> int | None:
         return 8_000

@@ -234,7 +234,7 @@ async def test_an_unload_answered_by_a_server_that_keeps_the_model_fails(
 async def test_freed_bytes_are_measured_at_the_device_and_none_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, after: int, is_freed: bool
 ) -> None:
-    monkeypatch.setattr(ollama_control, "FREED_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("iop.adapters.device_memory.FREED_TIMEOUT_S", 0.2)
     figures = [1000, 1000, after]
 
     async def used() -> int:

@@ -19,15 +19,12 @@ from iop.adapters.base import (
     RunStream,
     TunnelStream,
 )
+from iop.adapters.controlled import Controlled
 from iop.adapters.gate_control import GateControl
 from iop.adapters.http_tunnel import refuse_tunnel
 from iop.adapters.openengine.channel import bearer, check_authority, connect, error_of, open_channel
 from iop.adapters.openengine.runs import GenerateRun
-from iop.admin.participant import ProgressSink
-from iop.admin.profile import ParticipantInfo
-from iop.admin.steps import ParticipantReadBack, StepCall, StepResult
 from iop.core.errors import InvalidRequest, IopError
-from iop.core.ids import ParticipantId, SessionId
 from iop.pb.openengine.v1 import lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
 from iop.wire.messages import (
     AdapterConfig,
@@ -73,7 +70,7 @@ _HEALTH: Final = {
 }
 
 
-class OpenEngineAdapter:
+class OpenEngineAdapter(Controlled):
     """One OpenEngine engine.
 
     Args:
@@ -100,7 +97,7 @@ class OpenEngineAdapter:
         self._services = services
         if control is None:
             control = GateControl(services, name="an OpenEngine server", why_no_more=NO_ADMIN)
-        self._control = control
+        super().__init__(control)
         self._gate = control if isinstance(control, GateControl) else None
         if self._gate is not None:
             self._gate.attach(self)
@@ -216,25 +213,6 @@ class OpenEngineAdapter:
             self._observe(Health.NOT_READY, "no provider is available behind it")
         elif run.reached_engine and self._health is Health.OFFLINE:
             self._observe(Health.READY, "")
-
-    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
-        """From the control interface."""
-        self._control.open_artifact(uri, stream, on_done)
-
-    async def terminate_session(self, session_id: SessionId) -> None:
-        """Nothing to end: a session is only a routing key here."""
-
-    def participants(self) -> Sequence[ParticipantInfo]:
-        """The engine's ranks, or the engine as one behind the gate."""
-        return self._control.participants()
-
-    async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
-        """By OpenEngineAdmin, or the gate."""
-        return await self._control.execute_step(call, report)
-
-    async def read_back(self, participant_ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
-        """By OpenEngineAdmin, or the gate."""
-        return await self._control.read_back(participant_ids)
 
     async def _ask(self) -> None:
         channel = self._channel

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from iop.adapters.chat_input import read_body, read_messages, read_parts, read_stops, read_text, read_tools
 from iop.core.errors import InvalidRequest
 from iop.pb.openengine.v1 import generation_pb2 as pb
+from iop.wire import run_metadata
 from iop.wire.messages import RunRequest
 
 CHAT_FORMAT: Final = "chat_messages"
@@ -29,6 +30,9 @@ OPENAI_FORMAT: Final = "openai_chat"
 
 SEQUENCES_MAX: Final = 128
 """Most outputs of one run: each costs an entry until the end."""
+
+CANDIDATES_MAX: Final = 20
+"""Most other tokens that are told at each place."""
 
 _SAMPLING_FLOATS: Final = (
     "temperature",
@@ -54,6 +58,8 @@ _SPOKEN: Final = frozenset(
         "max_completion_tokens",
         "min_tokens",
         "ignore_eos",
+        "logprobs",
+        "top_logprobs",
     }
 )
 """Fields of a body that the schema has its own words for, or that are the transport's."""
@@ -77,8 +83,7 @@ def generate_request(run: RunRequest, *, formats: frozenset[str]) -> pb.Generate
     if body is None:
         request.prompt = read_text(run.input)
         return request
-    if body.get("logprobs"):
-        raise InvalidRequest("logprobs: not carried by normalised runs", reason="UNSUPPORTED_FIELD")
+    _fill_scores(request, body, is_read=run.metadata.get(run_metadata.SCORED_DELTAS) == "1")
     if "messages" in body and OPENAI_FORMAT in formats:
         read_messages(body)
         _fill_chat(request, body)
@@ -179,6 +184,29 @@ def _fill_stopping(request: pb.GenerateRequest, body: Mapping[str, Any]) -> None
         raise InvalidRequest("stop_token_ids: must be a list of token ids", reason="BAD_INPUT")
     for token_id in token_ids:
         stopping.conditions.add(stop_token_id=token_id)
+
+
+def _fill_scores(request: pb.GenerateRequest, body: Mapping[str, Any], *, is_read: bool) -> None:
+    """Scores of the answer's tokens, in the words of chats or of completions."""
+    wanted, top = body.get("logprobs"), body.get("top_logprobs")
+    if "messages" in body:
+        if wanted not in {None, True, False}:
+            raise InvalidRequest("logprobs: must be true or false", reason="BAD_INPUT")
+        if top and not wanted:
+            raise InvalidRequest("top_logprobs: needs logprobs", reason="BAD_INPUT")
+    else:
+        wanted, top = wanted is not None and wanted is not False, wanted
+    if not wanted:
+        return
+    if not is_read:
+        raise InvalidRequest("logprobs: not carried by normalised runs", reason="UNSUPPORTED_FIELD")
+    top = 0 if top is None or top is True else top
+    if not isinstance(top, int) or not 0 <= top <= CANDIDATES_MAX:
+        name = "top_logprobs" if "messages" in body else "logprobs"
+        raise InvalidRequest(f"{name}: must be 0 to {CANDIDATES_MAX}", reason="BAD_INPUT")
+    request.response.return_output_logprobs = True
+    if top:
+        request.response.output_candidates.top_n = top
 
 
 def _fill_guide(request: pb.GenerateRequest, body: Mapping[str, Any]) -> None:

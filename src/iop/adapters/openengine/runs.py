@@ -41,6 +41,7 @@ from iop.wire.messages import (
     StreamErrorCode,
     Usage,
 )
+from iop.wire.scored_deltas import ScoredToken, scored_line
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class GenerateRun:
         self._connecting = asyncio.timeout(None)
         self._is_connecting = False
         self._outputs = 1
+        self._has_scores = False
         self._writable = asyncio.Event()
         self._finishes: dict[int, str] = {}
         self._told: dict[str, str] = {}
@@ -142,6 +144,7 @@ class GenerateRun:
         run = self._stream.request
         request = passed_request(run) if self._is_passed else generate_request(run, formats=self._formats)
         self._outputs = max(1, request.sampling.num_sequences)
+        self._has_scores = not self._is_passed and request.response.return_output_logprobs
         try:
             async with self._connecting:
                 self._is_connecting = True
@@ -176,6 +179,8 @@ class GenerateRun:
         version = next((value for key, value in metadata or () if key == WEIGHT_VERSION_KEY), "")
         self.weight_version = str(version) if version and version != UNKNOWN_VERSION else ""
         told = {"weight_version": self.weight_version} if self.weight_version else {}
+        if self._has_scores:
+            told[run_metadata.SCORED_DELTAS] = "1"
         self._stream.emit(RunEvent(type=RunEventType.START, metadata=told))
 
     def _take(self, response: pb.GenerateResponse) -> RunEvent | None:
@@ -190,11 +195,12 @@ class GenerateRun:
             self._stream.emit(RunEvent(type=RunEventType.DELTA, delta=line))
         match kind:
             case "token":
-                if response.token.text and not self._is_passed:
+                text = _scored(response.token) if self._has_scores else response.token.text
+                if text and not self._is_passed:
                     self._stream.emit(
                         RunEvent(
                             type=RunEventType.DELTA,
-                            delta=response.token.text,
+                            delta=text,
                             output_index=response.token.output_index,
                         )
                     )
@@ -281,6 +287,20 @@ class GenerateRun:
             self._call.cancel()
         elif self._is_connecting:
             self._connecting.reschedule(asyncio.get_running_loop().time())
+
+
+def _scored(output: pb.TokenOutput) -> str:
+    return scored_line(
+        output.text,
+        (
+            ScoredToken(
+                token=each.token,
+                logprob=each.logprob if each.HasField("logprob") else None,
+                candidates=tuple((other.token, other.logprob) for other in each.candidates),
+            )
+            for each in output.tokens
+        ),
+    )
 
 
 def _usage(usage: pb.Usage) -> Usage:

@@ -14,13 +14,12 @@ Some of its routes end the server when they are called at the wrong time, which 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar, Final
 
 import msgspec
 
-from iop.adapters.base import AdapterServices, TunnelStream
+from iop.adapters.base import AdapterServices
 from iop.adapters.engine_profiles import DIRECTORY_VARIABLE, NEEDS_DIRECTORY
 from iop.adapters.gate_control import (
     ENGINE,
@@ -61,7 +60,6 @@ from iop.admin.steps import (
     PrepareWeightsStep,
     ReleaseStep,
     RestoreStep,
-    StartProfileStep,
     StepCall,
     StepResult,
     UndoWeightsStep,
@@ -160,7 +158,7 @@ class SglangControl(NativeControl):
         self._released: frozenset[ResourceKind] | None = None
         self._retention: WeightRetention | None = None
         self._swap = WeightSwap(self._http)
-        self._profiles = Profiles(self._http, services.environment)
+        self._profiles: Profiles = Profiles(self._http, services.environment)
         self._startup_source: DiskSource | None = None
 
     # ---- looking ----
@@ -253,7 +251,6 @@ class SglangControl(NativeControl):
             frozen=self._frozen if self._is_paused else 0,
             released=self._released if self._info.enable_memory_saver else frozenset(),
             weight_version=self._model.weight_version,
-            profiles=self._profiles.running,
         )
 
     async def _is_paused_now(self) -> bool:
@@ -301,11 +298,6 @@ class SglangControl(NativeControl):
         resumed, self._frozen, self._mode = self._frozen, 0, None
         self._is_gated = False
         return succeeded(work=WorkCounts(resumed=resumed))
-
-    async def _tell(self, path: str, body: Mapping[str, object], *, timeout_s: float) -> None:
-        answer = await self._http.post(path, body, timeout_s=timeout_s)
-        if not answer.is_ok:
-            raise StepFailed(f"the engine refused: {answer.words}")
 
     # ---- caches ----
 
@@ -378,18 +370,6 @@ class SglangControl(NativeControl):
             if self._model.weight_version != step.weight_version:
                 raise not_verified("the engine reports another weight version than was published")
         return result
-
-    async def _start_profile(self, call: StepCall, step: StartProfileStep) -> StepResult:  # noqa: ARG002
-        assert self._tasks is not None
-        await self._profiles.start(step, self._tasks)
-        return succeeded()
-
-    async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:
-        return succeeded(artifacts=await self._profiles.stop(profile_id, timeout_s=call.timeout_s))
-
-    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
-        """One file of a profile of ours."""
-        self._profiles.open(uri, stream, on_done)
 
 
 def _tags(kinds: frozenset[ResourceKind] | set[ResourceKind]) -> list[str]:

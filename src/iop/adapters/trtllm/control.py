@@ -8,17 +8,15 @@ adapter leaves them to whoever collects them.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
 from typing import ClassVar, Final
 
 import msgspec
 
-from iop.adapters.base import AdapterServices, TunnelStream
-from iop.adapters.device_memory import device_bytes_used, freed_since
+from iop.adapters.base import AdapterServices
+from iop.adapters.device_memory import DeviceMemory, device_bytes_used, freed_amounts
 from iop.adapters.engine_http import EngineAnswer
 from iop.adapters.engine_profiles import DIRECTORY_VARIABLE, NEEDS_DIRECTORY
 from iop.adapters.gate_control import (
-    ENGINE,
     GATE_MODES,
     GATE_OFFERS,
     GATE_OPERATIONS,
@@ -32,12 +30,10 @@ from iop.adapters.trtllm.profiles import Profiles
 from iop.adapters.trtllm.signing import signed
 from iop.admin.enums import AdminErrorCode, AdminOperationKind, ProfilerKind, ResourceKind, WeightRetention
 from iop.admin.profile import Capabilities
-from iop.admin.results import ResourceAmount
 from iop.admin.steps import (
     ParticipantReadBack,
     ReleaseStep,
     RestoreStep,
-    StartProfileStep,
     StepCall,
     StepResult,
 )
@@ -48,9 +44,6 @@ Op = AdminOperationKind
 
 KEY_VARIABLE: Final = "TRTLLM_RUNTIME_CONTROL_API_KEY"
 """Of the engine's process, and of the Node's."""
-
-FREED_TIMEOUT_S: Final = 5.0
-"""How long freed memory may take to show at the device."""
 
 NO_ROUTE: Final = "TensorRT-LLM has no HTTP route for it"
 NEEDS_KEY: Final = f"set {KEY_VARIABLE} in the Node's environment as in the engine's"
@@ -105,13 +98,13 @@ class TrtllmControl(NativeControl):
         services: AdapterServices,
         *,
         targets: tuple[str, ...] = (),
-        device_memory: Callable[[], Awaitable[int | None]] = device_bytes_used,
+        device_memory: DeviceMemory = device_bytes_used,
     ) -> None:
         super().__init__(settings, services, targets=targets)
         self._device_memory = device_memory
         self._key = services.environment.get(KEY_VARIABLE, "")
         self._parked: frozenset[str] | None = None
-        self._profiles = Profiles(self._http, services.environment)
+        self._profiles: Profiles = Profiles(self._http, services.environment)
 
     # ---- looking ----
 
@@ -168,24 +161,10 @@ class TrtllmControl(NativeControl):
         return await self._http.post(path, msgspec.Raw(body), headers=headers, timeout_s=timeout_s)
 
     async def _read(self) -> ParticipantReadBack:
-        return self._told(paused=self._is_gated, released=self._released(), profiles=self._profiles.running)
+        return self._told(paused=self._is_gated, released=self._released())
 
     def _released(self) -> frozenset[ResourceKind]:
         return frozenset(kind for kind, tag in TAGS.items() if tag in (self._parked or ()))
-
-    # ---- profiles ----
-
-    async def _start_profile(self, call: StepCall, step: StartProfileStep) -> StepResult:  # noqa: ARG002
-        assert self._tasks is not None
-        await self._profiles.start(step, self._tasks)
-        return succeeded()
-
-    async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:
-        return succeeded(artifacts=await self._profiles.stop(profile_id, timeout_s=call.timeout_s))
-
-    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
-        """One file of a profile of ours."""
-        self._profiles.open(uri, stream, on_done)
 
     # ---- memory ----
 
@@ -208,13 +187,10 @@ class TrtllmControl(NativeControl):
         await self._move("/release_memory", wanted, timeout_s=call.timeout_s)
         if not wanted <= self._released():
             raise not_verified("the engine answered and has not parked what was asked for")
-        if before is None:
-            return succeeded()
-        freed = await freed_since(before, self._device_memory, within_s=FREED_TIMEOUT_S)
-        if freed <= 0:
-            raise not_verified("the engine says that it is parked, but no device memory was freed")
-        amount = ResourceAmount(participant_id=ENGINE, kind=min(wanted), bytes=freed)
-        return succeeded(amounts=(amount,))
+        amounts = await freed_amounts(
+            before, self._device_memory, min(wanted), claim="the engine says that it is parked"
+        )
+        return succeeded(amounts=amounts)
 
     async def _restore(self, call: StepCall, step: RestoreStep) -> StepResult:
         wanted = frozenset(step.kinds) & self._released()

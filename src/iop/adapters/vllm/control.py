@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final
 
-from iop.adapters.base import AdapterServices, TunnelStream
-from iop.adapters.device_memory import device_bytes_used, freed_since
+from iop.adapters.base import AdapterServices
+from iop.adapters.device_memory import DeviceMemory, device_bytes_used, freed_amounts
 from iop.adapters.gate_control import (
     ENGINE,
     Offer,
@@ -60,7 +59,7 @@ from iop.admin.enums import (
     WeightSourceKind,
 )
 from iop.admin.requests import DiskSource
-from iop.admin.results import CacheResult, ResourceAmount
+from iop.admin.results import CacheResult
 from iop.admin.steps import (
     ApplyWeightsStep,
     CommitWeightsStep,
@@ -70,7 +69,6 @@ from iop.admin.steps import (
     PrepareWeightsStep,
     ReleaseStep,
     RestoreStep,
-    StartProfileStep,
     StepCall,
     StepResult,
     UndoWeightsStep,
@@ -89,9 +87,6 @@ PAUSE_TIMEOUT_S: Final = 60.0
 
 INFO_TIMEOUT_S: Final = 30.0
 """The dump of its configuration reads the machine as well and takes seconds."""
-
-FREED_TIMEOUT_S: Final = 5.0
-"""How long freed memory may take to show at the device."""
 
 
 _STATES: Final = ("/is_paused", "/is_sleeping", "/weight_info")
@@ -113,12 +108,12 @@ class VllmControl(NativeControl):
         services: AdapterServices,
         *,
         targets: tuple[str, ...] = (),
-        device_memory: Callable[[], Awaitable[int | None]] = device_bytes_used,
+        device_memory: DeviceMemory = device_bytes_used,
     ) -> None:
         super().__init__(settings, services, targets=targets)
         self._device_memory = device_memory
         self._swap = WeightSwap(self._http)
-        self._profiles = Profiles(self._http)
+        self._profiles: Profiles = Profiles(self._http)
         self._paths: frozenset[str] = frozenset()
         self._launch = Launch()
         self._version = ""
@@ -206,7 +201,6 @@ class VllmControl(NativeControl):
             frozen=self._frozen if self._is_paused else 0,
             released=self._released_now(),
             weight_version=self._label if "/weight_info" in self._paths else None,
-            profiles=self._profiles.running,
         )
 
     def _released_now(self) -> frozenset[ResourceKind]:
@@ -358,27 +352,20 @@ class VllmControl(NativeControl):
         if ResourceKind.WEIGHTS in wanted:
             level = "2" if step.weight_retention is WeightRetention.DISCARD else "1"
             mode = "keep" if self._mode is PauseMode.KEEP else "abort"
-            await self._tell("/sleep", {"level": level, "mode": mode}, call.timeout_s)
+            await self._tell("/sleep", query={"level": level, "mode": mode}, timeout_s=call.timeout_s)
             if ResourceKind.KV_CACHE not in step.kinds:
-                await self._tell("/wake_up", {"tags": "kv_cache"}, call.timeout_s)
+                await self._tell("/wake_up", query={"tags": "kv_cache"}, timeout_s=call.timeout_s)
         else:
-            await self._tell("/release_kv_cache_memory", {}, call.timeout_s)
+            await self._tell("/release_kv_cache_memory", query={}, timeout_s=call.timeout_s)
         self._released = held | wanted
         await self._look()
         if self._sleep == "awake":
             self._released = held
             raise not_verified("the engine answered and says that it is awake")
-        amounts = await self._freed(before, wanted)
+        amounts = await freed_amounts(
+            before, self._device_memory, min(wanted), claim="the engine says that it sleeps"
+        )
         return succeeded(amounts=amounts)
-
-    async def _freed(self, before: int | None, kinds: frozenset[ResourceKind]) -> tuple[ResourceAmount, ...]:
-        """Measured at the device, under the first kind, since it does not tell them apart (AD-43)."""
-        if before is None:
-            return ()
-        freed = await freed_since(before, self._device_memory, within_s=FREED_TIMEOUT_S)
-        if freed <= 0:
-            raise not_verified("the engine says that it sleeps, but no device memory was freed")
-        return (ResourceAmount(participant_id=ENGINE, kind=min(kinds), bytes=freed),)
 
     async def _restore(self, call: StepCall, step: RestoreStep) -> StepResult:
         held = self._released_now()
@@ -389,15 +376,15 @@ class VllmControl(NativeControl):
         if ResourceKind.WEIGHTS in wanted:
             if was_discarded and not isinstance(step.weight_source, DiskSource):
                 raise PreconditionFailed("discarded weights have no source on disk", reason="IRREVERSIBLE")
-            await self._tell("/wake_up", {"tags": "weights"}, call.timeout_s)
+            await self._tell("/wake_up", query={"tags": "weights"}, timeout_s=call.timeout_s)
             if was_discarded and isinstance(step.weight_source, DiskSource):
                 await self._swap.reload(step.weight_source.path, timeout_s=call.timeout_s)
         if ResourceKind.KV_CACHE in wanted:
-            await self._tell("/wake_up", {"tags": "kv_cache"}, call.timeout_s)
+            await self._tell("/wake_up", query={"tags": "kv_cache"}, timeout_s=call.timeout_s)
         left = held - wanted
         self._released = left
         if not left:
-            await self._tell("/wake_up", {}, call.timeout_s)
+            await self._tell("/wake_up", query={}, timeout_s=call.timeout_s)
             await self._call_pause(
                 "keep" if self._mode is PauseMode.KEEP else "abort", timeout_s=PAUSE_TIMEOUT_S
             )
@@ -405,11 +392,6 @@ class VllmControl(NativeControl):
         if bool(left) is (self._sleep == "awake"):
             raise not_verified("the engine's sleep state is not what was asked for")
         return succeeded(weight_version=self._label)
-
-    async def _tell(self, path: str, query: Mapping[str, str], timeout_s: float) -> None:
-        answer = await self._http.post(path, query=query, timeout_s=timeout_s)
-        if not answer.is_ok:
-            raise StepFailed(f"the engine refused: {answer.words}")
 
     # ---- weights and profiles ----
 
@@ -433,19 +415,6 @@ class VllmControl(NativeControl):
             if self._label != step.weight_version:
                 raise not_verified("the engine reports another weight version than was published")
         return result
-
-    async def _start_profile(self, call: StepCall, step: StartProfileStep) -> StepResult:  # noqa: ARG002
-        assert self._tasks is not None
-        await self._profiles.start(step, self._tasks)
-        return succeeded()
-
-    async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:
-        artifacts = await self._profiles.stop(profile_id, timeout_s=call.timeout_s)
-        return succeeded(artifacts=artifacts)
-
-    def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
-        """One file of a profile of ours, from the directory that the engine was started with."""
-        self._profiles.open(uri, stream, on_done)
 
 
 def _is_here(path: str) -> bool:
