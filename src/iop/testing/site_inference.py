@@ -8,13 +8,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Self
 
-import grpc
-
-from iop.admin.enums import AdmissionPolicy
+from iop.admin.enums import AdmissionPolicy, EngineRole
+from iop.api.grpc.auth import ApiKeyDirectory
+from iop.api.grpc.listeners import inference_listener
+from iop.api.grpc.ports import (
+    AbortOutcome,
+    GenerateCall,
+    GenerationEvent,
+    HealthReport,
+    HealthState,
+    LoadInfo,
+    MayUse,
+    ModelInfo,
+    OutputFinish,
+    OutputFinished,
+    OutputTokens,
+    RequestFailed,
+    ScoredToken,
+    ServerInfo,
+    Usage,
+    any_model,
+)
+from iop.api.grpc.server import GrpcListener, ListenerSettings
+from iop.core.errors import Draining, NotFound
 from iop.core.ids import GroupId, ParticipantId
-from iop.pb.openengine.v1 import error_pb2, generation_pb2, openengine_pb2_grpc, server_pb2
 
 if TYPE_CHECKING:
     from iop.testing.conformance_site import SiteFleet
@@ -26,73 +45,141 @@ PACE_S: Final = 0.004
 """Between two words: a request of 300 is met by whatever comes within a second."""
 
 
-class SiteInference(openengine_pb2_grpc.InferenceServicer, openengine_pb2_grpc.ControlServicer):
-    """What callers of the site get; a wrong server overrides one of its steps."""
+class SiteInference:
+    """What callers of the site get; a wrong server overrides one of its steps.
+
+    Attributes:
+        admin_profile_revision: what core discovery tells of the admin service; None: nothing.
+    """
+
+    admin_profile_revision: int | None = 1
 
     def __init__(self, fleet: SiteFleet) -> None:
         self.fleet = fleet
 
-    async def Generate(  # noqa: N802 - the service's own name
-        self, request: generation_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        """A word for each token that was asked for."""
-        await self.admit(context)
-        fleet, id_ = self.fleet, request.request_id
-        aborts, is_over = fleet.aborts, False
-        fleet.begin()
-        try:
-            for number in range(request.stopping.max_tokens or 4):
-                await asyncio.sleep(PACE_S)
-                await self.turn()
-                if fleet.aborts != aborts:
-                    is_over = True
-                    yield self.ending(id_)
-                    return
-                token = generation_pb2.TokenOutput(output_index=0, text=f"w{number} ")
-                yield generation_pb2.GenerateResponse(request_id=id_, token=token)
-            finished = generation_pb2.GenerationFinished(
-                output_index=0, reason=generation_pb2.FINISH_REASON_LENGTH
-            )
-            yield generation_pb2.GenerateResponse(request_id=id_, finished=finished)
-        finally:
-            fleet.end(was_counted=is_over)
+    # ---- what a wrong server does otherwise ----
 
-    async def admit(self, context: Any) -> None:
-        """Wait for the gate to open, or be refused."""
+    async def admit(self) -> None:
+        """Wait for the gate to open, or be refused.
+
+        Raises:
+            Draining: a pause that turns requests away.
+        """
         while True:
             gate = self.fleet.gates.get(ParticipantId(f"{GROUP}/0"))
             if gate is not None and gate.is_open:
                 return
             if gate is not None and gate.admission is AdmissionPolicy.REJECT:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "paused")
+                raise Draining("paused", reason="PAUSED")
             await asyncio.sleep(PACE_S)
 
     async def turn(self) -> None:
         """Wait while frozen."""
         await self.fleet.thawed.wait()
 
-    def ending(self, request_id: str) -> generation_pb2.GenerateResponse:
+    def ending(self) -> GenerationEvent:
         """What a request is told that a pause ended."""
-        error = error_pb2.EngineError(
-            code=error_pb2.ERROR_CODE_DRAINING, message="ended by an operator", retryable=True
-        )
-        return generation_pb2.GenerateResponse(request_id=request_id, error=error)
+        return RequestFailed(code="DRAINING", message="ended by an operator", retryable=True)
 
-    async def GetServerInfo(self, _request: Any, _context: Any) -> server_pb2.ServerInfo:  # noqa: N802
-        """That there is an admin server too (AD-50)."""
-        info = server_pb2.ServerInfo(engine_name="site", supported_models=["m"])
-        info.extra.update({"openengine.admin": {"profile_revision": 1}})
-        return info
+    # ---- the ports ----
+
+    @property
+    def is_serving(self) -> bool:
+        """Always."""
+        return True
+
+    def model_info(self, _model: str) -> ModelInfo:
+        """Of the one model."""
+        return ModelInfo(
+            model_id="m", served_model_name="m", max_context_length=100_000, supports_text_input=True
+        )
+
+    def server_info(self) -> ServerInfo:
+        """What it is."""
+        return ServerInfo(engine_name="site", engine_version="1", instance_id="site", supported_models=("m",))
+
+    async def generate(self, call: GenerateCall) -> _Words:
+        """A word for each token that is asked for."""
+        await self.admit()
+        return _Words(self, call.stopping.max_tokens or 4)
+
+    async def load(self, *, include_per_rank: bool) -> LoadInfo:
+        """How many requests run."""
+        return LoadInfo(instance_id="site", running_requests=self.fleet.work[GROUP])
+
+    async def health(
+        self,
+        *,
+        model: str,
+        role: EngineRole | None,
+        include_probe: bool,
+        may_use: MayUse = any_model,
+    ) -> HealthReport:
+        """Always ready."""
+        return HealthReport(state=HealthState.READY)
+
+    async def abort(self, request_id: str, *, caller: str | None) -> AbortOutcome:
+        """Nobody's."""
+        raise NotFound("no such request")
+
+    async def abort_all(self) -> int:
+        """Nothing."""
+        return 0
+
+    def listener(self) -> GrpcListener:
+        """Inference and core discovery on a free port."""
+        return inference_listener(
+            self,
+            self,
+            ApiKeyDirectory(),
+            ListenerSettings(address="127.0.0.1:0", stop_grace_s=0.0),
+            admin_profile_revision=self.admin_profile_revision,
+        )
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Listen on a free port; gives the address."""
-        server = grpc.aio.server()
-        openengine_pb2_grpc.add_InferenceServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
-        openengine_pb2_grpc.add_ControlServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            await server.stop(None)
+        """Listen; gives the address."""
+        listener = self.listener()
+        async with listener.serving():
+            yield listener.address
+
+
+class _Words:
+    """One request that runs."""
+
+    def __init__(self, inference: SiteInference, count: int) -> None:
+        self.weight_version = ""
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        self._inference, self._fleet = inference, inference.fleet
+        self._left, self._told = count, 0
+        self._aborts = self._fleet.aborts
+        self._is_over = False
+        self._fleet.begin()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[GenerationEvent, Usage | None]:
+        if self._is_over:
+            raise StopAsyncIteration
+        if self._told == self._left:
+            self._end(was_counted=False)
+            usage = Usage(prompt_tokens=1, completion_tokens=self._told)
+            return OutputFinished(output_index=0, reason=OutputFinish.LENGTH), usage
+        await asyncio.sleep(PACE_S)
+        await self._inference.turn()
+        if self._fleet.aborts != self._aborts:
+            self._end(was_counted=True)
+            return self._inference.ending(), None
+        self._told += 1
+        token = ScoredToken(token_id=self._told)
+        return OutputTokens(output_index=0, tokens=(token,), text=f"w{self._told} "), None
+
+    async def aclose(self) -> None:
+        """The caller left."""
+        if not self._is_over:
+            self._end(was_counted=self._fleet.aborts != self._aborts)
+
+    def _end(self, *, was_counted: bool) -> None:
+        self._is_over = True
+        self._fleet.end(was_counted=was_counted)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import grpc
 from google.protobuf.message import DecodeError
 
 from iop.admin import capability, planner, spool
@@ -18,9 +17,9 @@ from iop.admin.steps import ParticipantOutcome, StepCall, WorkCounts
 from iop.api.grpc import listeners
 from iop.api.grpc.inference_service import INFERENCE_SERVICE
 from iop.api.grpc.interceptors import AuthInterceptor
-from iop.api.grpc.server import GrpcListener, GrpcService
-from iop.core.errors import IopError, Unsupported
-from iop.pb.openengine.v1 import generation_pb2, openengine_pb2, openengine_pb2_grpc, server_pb2
+from iop.api.grpc.ports import GenerationEvent, OutputFinish, OutputFinished
+from iop.api.grpc.server import GrpcListener
+from iop.core.errors import Draining, IopError, Unsupported
 from iop.testing.conformance_site import Recipe, SiteFleet
 from iop.testing.site_inference import GROUP, SiteInference
 from iop.testing.wrong_servers.defect import Defect, patched
@@ -35,14 +34,14 @@ _capability_refusals = capability.capability_refusals
 
 
 class _ServesThroughPauses(SiteInference):
-    async def admit(self, context: Any) -> None:
+    async def admit(self) -> None:
         """Whatever the gate says."""
 
 
 class _RefusesInsteadOfQueueing(SiteInference):
-    async def admit(self, context: Any) -> None:
+    async def admit(self) -> None:
         if not self.fleet.is_open(f"{GROUP}/0"):
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "paused")
+            raise Draining("paused", reason="PAUSED")
 
 
 class _StaysShut(SiteInference):
@@ -52,10 +51,10 @@ class _StaysShut(SiteInference):
         super().__init__(fleet)
         self.is_shut = False
 
-    async def admit(self, context: Any) -> None:
+    async def admit(self) -> None:
         self.is_shut = self.is_shut or not self.fleet.is_open(f"{GROUP}/0")
         if self.is_shut:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "paused")
+            raise Draining("paused", reason="PAUSED")
 
 
 class _GoesOnFrozen(SiteInference):
@@ -64,16 +63,12 @@ class _GoesOnFrozen(SiteInference):
 
 
 class _CallsItFinished(SiteInference):
-    def ending(self, request_id: str) -> generation_pb2.GenerateResponse:
-        finished = generation_pb2.GenerationFinished(
-            output_index=0, reason=generation_pb2.FINISH_REASON_LENGTH
-        )
-        return generation_pb2.GenerateResponse(request_id=request_id, finished=finished)
+    def ending(self) -> GenerationEvent:
+        return OutputFinished(output_index=0, reason=OutputFinish.LENGTH)
 
 
 class _TellsNothing(SiteInference):
-    async def GetServerInfo(self, _request: Any, _context: Any) -> server_pb2.ServerInfo:  # noqa: N802
-        return server_pb2.ServerInfo(engine_name="site", supported_models=["m"])
+    admin_profile_revision = None
 
 
 class _DrainsByAborting(SiteFleet):
@@ -127,19 +122,8 @@ def _no_inline(request: Any, chosen: Any) -> Iterator[IopError]:
 def _with_inference(*arguments: Any, **options: Any) -> GrpcListener:
     """The admin listener, with inference on it."""
     listener = _admin_listener(*arguments, **options)
-    fleet = SiteFleet()
-
-    def register(server: grpc.aio.Server) -> None:
-        everybody = _ServesThroughPauses(fleet)  # type: ignore[abstract]
-        openengine_pb2_grpc.add_InferenceServicer_to_server(everybody, server)  # type: ignore[no-untyped-call,unused-ignore]
-
-    service = GrpcService(
-        name=INFERENCE_SERVICE,
-        file=openengine_pb2.DESCRIPTOR,
-        register=register,
-        is_serving=lambda: True,
-    )
-    listener._services = (*listener._services, service)
+    inference = _ServesThroughPauses(SiteFleet()).listener()
+    listener._services += tuple(s for s in inference._services if s.name == INFERENCE_SERVICE)
     return listener
 
 
