@@ -37,6 +37,7 @@ from iop.admin.steps import (
     StopProfileStep,
     profile_id_of,
 )
+from iop.core.errors import Unsupported
 from iop.core.ids import OperationId
 from iop.testing.adapter_suite import assert_all_ok, step_call
 from iop.testing.fake_participants import FaultKind
@@ -254,3 +255,19 @@ async def test_an_engines_own_quarantine_is_never_taken_for_being_as_desired(
     assert {rank.content for rank in fleet.members("g")} == {DISK.path}
     told = await admin.adapter.read_back(admin.ids)
     assert [(each.released, each.weight_version) for each in told] == [(frozenset(), "v1")] * 2
+
+
+@pytest.mark.clause("AD-37")
+async def test_a_server_that_lists_no_operations_is_operated_all_the_same(
+    admin: AdminRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unlisted(*_: object) -> None:
+        raise Unsupported("not here", reason="UNIMPLEMENTED")
+
+    monkeypatch.setattr(admin.engine.world.core, "list_operations", unlisted)
+    async with running(admin.settings) as adapter:
+        await adapter.probe()
+        admin.adapter = adapter
+        assert [each.reachable for each in await adapter.read_back(admin.ids)] == [True, True]
+        assert_all_ok(await admin.step(pause()))
+        assert_all_ok(await admin.step(ResumeStep()))

@@ -51,7 +51,10 @@ from iop.core.errors import (
     AlreadyExists,
     Cancelled,
     DeadlineExceeded,
+    InvalidRequest,
     IopError,
+    NotFound,
+    PermissionDenied,
     PreconditionFailed,
     RemoteProtocolError,
     Unavailable,
@@ -142,15 +145,22 @@ class AdminRpc:
 
     async def unfinished(self) -> Sequence[AdminOperation]:
         """The engine's operations that run now; an engine runs few at once, so one page has them all."""
-        request = ListOperationsRequest(page_size=_RUNNING_MAX, states=_UNFINISHED)
-        message = self._codec.encode(request, pb.ListAdminOperationsRequest())
-        return self._codec.decode(await self._unary("ListOperations", message), OperationPage).operations
+        return await self._listed(ListOperationsRequest(page_size=_RUNNING_MAX, states=_UNFINISHED))
 
     async def newest(self, kind: AdminOperationKind, state: AdminOperationState) -> Sequence[AdminOperation]:
         """The newest operations of one kind in one state: a page of them."""
-        request = ListOperationsRequest(page_size=_RUNNING_MAX, kinds=(kind,), states=(state,))
+        return await self._listed(
+            ListOperationsRequest(page_size=_RUNNING_MAX, kinds=(kind,), states=(state,))
+        )
+
+    async def _listed(self, request: ListOperationsRequest) -> Sequence[AdminOperation]:
+        """A page; an empty one from a server that does not list: that RPC came later than the others (AD-01)."""
         message = self._codec.encode(request, pb.ListAdminOperationsRequest())
-        return self._codec.decode(await self._unary("ListOperations", message), OperationPage).operations
+        try:
+            answer = await self._unary("ListOperations", message)
+        except (Unsupported, PermissionDenied, NotFound, InvalidRequest):
+            return ()
+        return self._codec.decode(answer, OperationPage).operations
 
     async def call_off(self, operation_id: str) -> AdminOperation:
         """Ask to end an operation, and wait until it has ended; one that cannot be called off ends by itself.

@@ -207,10 +207,7 @@ class OpenEngineControl:
 
     async def _unsettled(self) -> frozenset[ParticipantId]:
         """Whom operations of ours still act on that no step follows here; asked before the state is read."""
-        try:
-            running = await self._admin().unfinished()
-        except (Unsupported, PermissionDenied):
-            return frozenset()
+        running = await self._admin().unfinished()
         return frozenset(
             status.participant_id
             for each in running

@@ -14,7 +14,6 @@ from iop.adapters.openengine.admin_rpc import AdminRpc
 from iop.admin.enums import AdminOperationKind, AdminOperationState
 from iop.admin.results import StartProfileResult, StopProfileResult
 from iop.admin.steps import profile_id_of
-from iop.core.errors import PermissionDenied, Unsupported
 from iop.core.ids import OperationId, ParticipantId
 
 __all__ = ["ProfileBook"]
@@ -94,10 +93,7 @@ class ProfileBook:
 
 async def _started(rpc: AdminRpc) -> Mapping[str, StartProfileResult]:
     """By our id, what the engine's newest operations started for steps of ours."""
-    try:
-        operations = await rpc.newest(AdminOperationKind.START_PROFILE, AdminOperationState.SUCCEEDED)
-    except (Unsupported, PermissionDenied):
-        return {}
+    operations = await rpc.newest(AdminOperationKind.START_PROFILE, AdminOperationState.SUCCEEDED)
     return {
         profile_id_of(OperationId(each.idempotency_key.partition("/")[0])): each.result
         for each in operations
