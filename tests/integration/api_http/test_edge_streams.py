@@ -142,6 +142,22 @@ async def test_a_stream_that_its_engine_gave_up_ends_as_an_error_and_counts_as_t
 
 
 @pytest.mark.clause("SF-03", "SF-14", "EN-112")
+async def test_a_stream_that_tells_of_an_error_and_ends_like_a_good_one_counts_as_truncated() -> None:
+    told = [*sse_events(["one"], finish=None, is_done=False), b'data: {"error":{"message":"oom"}}\n\n', DONE]
+
+    async def script(call: StubCall) -> None:
+        await call.start_events()
+        await call.chunk(*told)
+        await call.end_chunks()
+
+    async with fleet_of() as fleet:
+        fleet.stub.script = script
+        assert await ask(fleet, STREAM, b"x-request-id: failed") == b"".join(told)
+        await fleet.settled()
+        assert fleet.outcome("failed") is Outcome.UPSTREAM_TRUNCATED
+
+
+@pytest.mark.clause("SF-03", "SF-14", "EN-112")
 async def test_a_whole_answer_that_its_engine_gave_up_passes_as_it_is_and_counts_as_truncated() -> None:
     body = b'{"choices":[{"index":0,"message":{"content":"c"},"finish_reason":"abort"}]}'
 

@@ -170,3 +170,14 @@ def test_a_message_that_stops_for_no_reason_was_given_up() -> None:
     whole = delta % b"null" + delta % b'"end_turn"' + stop
     assert watch(whole, dialect=Dialect.MESSAGES)[:2] == (whole, SseEnding.TERMINATED)
     assert watch(stop, dialect=Dialect.MESSAGES)[:2] == (stop, SseEnding.TERMINATED)
+
+
+@pytest.mark.clause("SF-03", "SF-14")
+def test_a_terminator_behind_the_providers_own_error_passes_and_makes_no_success_of_it() -> None:
+    error = b'data: {"error":{"message":"x"}}\n\n'
+    out, ending, watcher = watch(A + error + DONE)
+    assert (out, ending) == (A + error + DONE, SseEnding.TERMINATED)
+    assert watcher.has_failed
+    assert not watch(A + STOP + DONE)[2].has_failed
+    failed = b'event: response.failed\ndata: {"type":"response.failed","response":{}}\n\n'
+    assert watch(failed, dialect=Dialect.RESPONSES)[2].has_failed

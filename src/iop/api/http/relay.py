@@ -371,6 +371,9 @@ class Relay:
             self._handle.note_truncated()
 
     def _note_usage(self) -> None:
+        if self._watcher is not None and self._watcher.has_failed:
+            # Some engines end a failed stream like a good one (SF-14).
+            self._note_truncated()
         if self._watcher is not None and self._watcher.usage and self._handle is not None:
             self._handle.note_usage(usage_of(self._watcher.usage))
 

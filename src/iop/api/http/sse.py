@@ -71,6 +71,7 @@ class SseWatcher:
         event_bytes_max: most bytes that one event may hold back.
 
     Attributes:
+        has_failed: the provider told of an error; its terminator behind that passes and makes no success of it.
         usage: the last usage object seen, as the provider wrote it; never summed.
         is_too_large: an event exceeded its limit; nothing is given out any more.
         is_terminated: the terminator has been given out; whatever follows is dropped.
@@ -83,7 +84,6 @@ class SseWatcher:
         "_dialect",
         "_event_bytes_max",
         "_finished",
-        "_has_failed",
         "_has_given_up",
         "_held",
         "_held_bytes",
@@ -91,6 +91,7 @@ class SseWatcher:
         "_may_hold_sign",
         "_overlap",
         "_patterns",
+        "has_failed",
         "is_aborted",
         "is_terminated",
         "is_too_large",
@@ -105,7 +106,7 @@ class SseWatcher:
         self._choices = choices
         self._event_bytes_max = event_bytes_max
         self._finished: set[int] = set()
-        self._has_failed = False
+        self.has_failed = False
         self._has_given_up = False
         self._held: list[bytes] = []
         self._held_bytes = 0
@@ -158,13 +159,13 @@ class SseWatcher:
         if held and not self.is_terminated and not self.is_too_large:
             # A terminator whose blank line is missing still is one; any other incomplete event is dropped,
             # and what it says does not count.
-            before = (self._finished.copy(), self._has_failed, self.usage)
+            before = (self._finished.copy(), self.has_failed, self.usage)
             if self._judge(held):
                 return SseEnding.TERMINATED, held.rstrip(b"\r\n") + self.newline * 2
-            self._finished, self._has_failed, self.usage = before
+            self._finished, self.has_failed, self.usage = before
         if self.is_terminated or self._dialect is Dialect.PLAIN:
             return SseEnding.TERMINATED, b""
-        if self._has_failed:
+        if self.has_failed:
             return SseEnding.FAILED, b""
         if not self.is_too_large and not self._has_given_up and len(self._finished) >= self._choices:
             return SseEnding.FINISHED, self._terminator()
@@ -233,7 +234,7 @@ class SseWatcher:
         if isinstance(value.get("usage"), dict):
             self.usage = value["usage"]
         if value.get("error"):
-            self._has_failed = True
+            self.has_failed = True
         choices = value.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict) and isinstance(reason := choice.get("finish_reason"), str):
@@ -246,7 +247,7 @@ class SseWatcher:
         if kind == "message_stop":
             self._terminate()
         elif kind == "error":
-            self._has_failed = True
+            self.has_failed = True
         elif kind == "message_start":
             message = value.get("message")
             self._note_usage(message.get("usage") if isinstance(message, dict) else None)
@@ -263,10 +264,11 @@ class SseWatcher:
         kind = value.get("type")
         if kind in _TERMINAL_RESPONSES:
             self.is_terminated = True
+            self.has_failed = self.has_failed or kind == "response.failed"
             response = value.get("response")
             self._note_usage(response.get("usage") if isinstance(response, dict) else None)
         elif kind == "error" or value.get("error"):
-            self._has_failed = True
+            self.has_failed = True
 
     def _note_usage(self, usage: object) -> None:
         if isinstance(usage, dict):
