@@ -9,8 +9,9 @@ ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 VENV ?= $(ROOT).venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# Whole test files go to one of two workers, so that fixtures that start processes are shared within a file.
-PYTEST_WORKERS ?= -n 2 --dist loadfile
+# Whole test files go to one of two workers, so that fixtures that start processes are shared within a file; the
+# longest begin first (tests/plugins/long_first.py).
+PYTEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 ARGS ?=
 SKIP ?=
 CACHE ?=
