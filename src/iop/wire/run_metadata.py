@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["OPENENGINE_REQUEST", "PRIORITY", "REQUEST_ID", "VIA"]
+__all__ = ["OPENENGINE_REQUEST", "PRIORITY", "REQUEST_ID", "SCORED_DELTAS", "VIA"]
 
 OPENENGINE_REQUEST: Final = "iop-openengine-request"
 """Set to ``1``: the input is a serialised ``openengine.v1.GenerateRequest``, and the deltas are serialised
 ``GenerateResponse`` messages, each in base64 and followed by a newline. Nothing that two OpenEngine servers can tell
 each other is lost on the way through an Edge and a Node, and all of it counts against the stream's credit (EN-102).
+"""
+
+SCORED_DELTAS: Final = "iop-scored-deltas"
+"""Set to ``1`` by an Edge that reads scores, where its caller may want some; on START by a Node whose deltas then are
+lines of :mod:`iop.wire.scored_deltas`. Without it a body that asks for scores is refused, as it always was.
 """
 
 REQUEST_ID: Final = "iop-request-id"

@@ -202,6 +202,57 @@ async def test_the_outer_edge_advertises_what_the_engine_can_and_no_more(line: L
     assert line.inner.edge.outcomes.begun_total == 0
 
 
+@pytest.mark.clause("SF-10", "SF-24", "EN-43")
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_http_callers_get_the_engines_own_scores(line: Line, is_stream: bool) -> None:
+    """Through both Edges and Nodes: greedy, so that the engine asked directly says the same."""
+    wish = generation_pb2.ResponseOptions(
+        return_output_logprobs=True, output_candidates=generation_pb2.CandidateTokenSelection(top_n=2)
+    )
+    own = request_of(
+        model=line.engine.info.model_id,
+        sampling=generation_pb2.SamplingParams(temperature=0.0),
+        stopping=generation_pb2.StoppingOptions(max_tokens=6, ignore_eos=True),
+        response=wish,
+    )
+    tokens = [
+        token for message in await read_all(line.direct.Generate(own)) for token in message.token.tokens
+    ]
+    body = {
+        "model": "fast",
+        "prompt": "once upon a time",
+        "max_tokens": 6,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    body |= {"logprobs": 2, "stream": is_stream}
+    told: list[Any] = []
+    if is_stream:
+        _, _, data = await (await line.outer.ask(body, path="/v1/completions")).read_answer()
+        assert data.endswith(b"data: [DONE]\n\n")
+        events = [json.loads(line.removeprefix(b"data: ")) for line in data.split(b"\n\n")[:-2]]
+        told = [event["choices"][0]["logprobs"] for event in events if event["choices"]]
+    else:
+        status, _, answer = await line.outer.answer(body, path="/v1/completions")
+        assert status == 200, answer
+        told = [answer["choices"][0]["logprobs"]]
+    told = [each for each in told if each is not None]
+    assert [token for each in told for token in each["tokens"]] == [token.token for token in tokens]
+    scores = [score for each in told for score in each["token_logprobs"]]
+    assert scores == pytest.approx([token.logprob for token in tokens])
+    assert [set(one) for each in told for one in each["top_logprobs"]] == [
+        {other.token for other in token.candidates} for token in tokens
+    ]
+    chat = {"model": "fast", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    status, _, answer = await line.outer.answer(chat | {"logprobs": True, "top_logprobs": 1})
+    assert status == 200, answer
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == answer["usage"]["completion_tokens"]
+    assert all(len(each["top_logprobs"]) == 1 and each["logprob"] <= 0 for each in content)
+    status, _, answer = await line.outer.answer(chat | {"logprobs": True, "top_logprobs": 99})
+    assert (status, answer["error"]["param"]) == (400, "top_logprobs")
+
+
 async def test_a_chat_reaches_the_models_own_template(line: Line) -> None:
     messages = [{"role": "user", "content": "hello"}]
     request = request_of(prompt=json.dumps(messages), stopping=generation_pb2.StoppingOptions(max_tokens=4))

@@ -15,6 +15,7 @@ from iop.api.http.runs import RunRelay
 from iop.api.http.server import HttpServer
 from iop.testing.http_site import Recorder, SilentTransport, SystemClock
 from iop.wire.messages import RunEvent, RunEventType, StreamError, Usage
+from iop.wire.scored_deltas import ScoredToken, scored_line
 
 
 class FakeHandle:
@@ -246,6 +247,66 @@ def test_a_caller_that_wants_one_call_gets_the_first(is_stream: bool, is_native:
         else:
             calls = json.loads(scene.body)["choices"][0]["message"]["tool_calls"]
         assert [call["function"]["name"] for call in calls] == names
+
+
+SCORED = RunEvent(type=RunEventType.START, metadata={"iop-scored-deltas": "1"})
+SCORES = [
+    ScoredToken(token="Hé", logprob=-0.5, candidates=(("Hé", -0.5), ("Ha", -1.5))),
+    ScoredToken(token="llo", logprob=None),
+]
+
+
+def scored(*parts: str) -> list[RunEvent]:
+    return [RunEvent(type=RunEventType.DELTA, delta=part) for part in parts]
+
+
+@pytest.mark.clause("SF-10", "EN-43")
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_scores_of_a_run_are_told_in_the_form_of_chats(is_stream: bool, has_tools: bool) -> None:
+    lines = scored_line("Hé", SCORES[:1]) + scored_line("", []) + scored_line("llo", SCORES[1:])
+    scene = Scene(is_stream=is_stream, has_tools=has_tools).play(SCORED, *scored(lines[:7], lines[7:]), DONE)
+    choices = (
+        [event["choices"][0] for event in scene.events if event["choices"]]
+        if is_stream
+        else json.loads(scene.body)["choices"]
+    )
+    said = [choice["delta" if is_stream else "message"].get("content") or "" for choice in choices]
+    assert "".join(said) == "Héllo"
+    told = [one for choice in choices if choice.get("logprobs") for one in choice["logprobs"]["content"]]
+    assert told == [
+        {
+            "token": "Hé",
+            "logprob": -0.5,
+            "bytes": [72, 195, 169],
+            "top_logprobs": [
+                {"token": "Hé", "logprob": -0.5, "bytes": [72, 195, 169]},
+                {"token": "Ha", "logprob": -1.5, "bytes": [72, 97]},
+            ],
+        },
+        {"token": "llo", "logprob": None, "bytes": [108, 108, 111], "top_logprobs": []},
+    ]
+
+
+@pytest.mark.clause("SF-10", "EN-43")
+def test_scores_of_a_run_are_told_in_the_form_of_completions() -> None:
+    lines = scored_line("Hé", SCORES[:1]) + scored_line("llo", SCORES[1:])
+    whole = json.loads(Scene(dialect=Dialect.COMPLETIONS).play(SCORED, *scored(lines), DONE).body)
+    assert whole["choices"][0]["logprobs"] == {
+        "tokens": ["Hé", "llo"],
+        "token_logprobs": [-0.5, None],
+        "top_logprobs": [{"Hé": -0.5, "Ha": -1.5}, {}],
+        "text_offset": [0, 2],
+    }
+    scene = Scene(dialect=Dialect.COMPLETIONS, is_stream=True).play(SCORED, *scored(lines), DONE)
+    offsets = [event["choices"][0]["logprobs"] for event in scene.events]
+    assert [at for told in offsets if told for at in told["text_offset"]] == [0, 2]
+
+
+@pytest.mark.clause("SF-06", "SF-14")
+def test_scores_that_cannot_be_read_end_the_answer_as_no_success() -> None:
+    scene = Scene(is_stream=True).play(SCORED, *scored(scored_line("a", []), "rubbish\n"), DONE)
+    assert b"upstream_error" in scene.body and b"[DONE]" not in scene.body
 
 
 @pytest.mark.clause("SF-10", "EN-66")

@@ -58,6 +58,7 @@ from iop.edge.calls import (
 from iop.edge.chain import VIA_FIELD, read_via
 from iop.edge.dispatch import DispatchHandle
 from iop.edge.snapshot import EdgeSnapshot
+from iop.wire import run_metadata
 from iop.wire.messages import CancelReason
 
 __all__ = ["DispatchPort", "EdgeHttp"]
@@ -68,6 +69,9 @@ PRIORITY_DIGITS_MAX: Final = 4
 SESSION_BYTES_MAX: Final = 128
 """Longest ``x-iop-session``; each is remembered for a while."""
 
+
+_RUN_METADATA: Final = {run_metadata.SCORED_DELTAS: "1"}
+"""Of a run whose caller may want scores: we read them."""
 
 _VIA_FIELD: Final = VIA_FIELD.encode("ascii")
 
@@ -423,10 +427,10 @@ class EdgeHttp:
             fail=self.on_error,
         )
         if target.route is Route.TUNNEL:
-            visit.relay = conversion.tunnel_relay()
-            return conversion.tunnel_call(session_id=visit.session, request_id=visit.request_id)
-        visit.relay = conversion.run_relay()
-        return conversion.run_call(session_id=visit.session)
+            visit.relay = tunnel = conversion.tunnel_relay()
+            return conversion.tunnel_call(tunnel, session_id=visit.session, request_id=visit.request_id)
+        visit.relay = run = conversion.run_relay()
+        return conversion.run_call(run, session_id=visit.session)
 
     def _tunnel_relay(
         self, exchange: Exchange, operation: _Operation, visit: _Visit, target: ServedTarget
@@ -505,6 +509,7 @@ class EdgeHttp:
 
     def _answer_estimate(self, exchange: Exchange, visit: _Visit, fields: RequestFields) -> None:
         """Count tokens ourselves where no provider does, and say so (SF-14)."""
+        visit.forget()
         count = int(prompt_bytes(fields) / self._find_snapshot().chars_per_token)
         self._answer(exchange, visit, {"input_tokens": max(1, count)}, (b"x-iop-estimate", b"1"))
 
@@ -594,6 +599,7 @@ def _run_call(exchange: Exchange, operation: _Operation, visit: _Visit, target: 
         input=b"".join(_body_parts(operation, fields, target)),
         sink=visit.relay,
         stream=fields.is_stream,
+        metadata=_RUN_METADATA if "logprobs" in fields.raw else {},
         session_id=visit.session,
         traceparent="" if trace is None else trace.traceparent,
         tracestate="" if trace is None else trace.state,

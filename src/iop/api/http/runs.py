@@ -19,9 +19,11 @@ from iop.api.http.errors import Dialect, error_event, error_of_stream
 from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList
 from iop.api.http.pulse import beat_while_frozen
-from iop.core.errors import InvalidRequest, IopError
+from iop.core.errors import InvalidRequest, IopError, RemoteProtocolError
 from iop.edge.dispatch import DispatchHandle
+from iop.wire import run_metadata
 from iop.wire.messages import CancelReason, RunEvent, RunEventType, StreamError, Usage
+from iop.wire.scored_deltas import ScoredLines, ScoredToken
 
 __all__ = ["RunRelay"]
 
@@ -41,9 +43,13 @@ MESSAGE_CHARS_MAX: Final = 300
 class _Choice:
     """One alternative so far. ``held`` is text that may still turn out to be a tool call."""
 
-    __slots__ = ("held", "is_begun", "is_holding", "reasoning", "texts")
+    __slots__ = ("held", "is_begun", "is_holding", "lines", "offset", "reasoning", "scores", "texts")
 
     def __init__(self, *, is_holding: bool) -> None:
+        self.lines: ScoredLines | None = None
+        self.scores: list[ScoredToken] = []
+        """Of tokens whose text has not been said yet; of a whole answer, of all."""
+        self.offset = 0
         self.texts: list[str] = []
         self.reasoning: list[str] = []
         self.held: list[str] = []
@@ -82,6 +88,7 @@ class RunRelay:
         "_handle",
         "_has_both_names",
         "_has_one_call",
+        "_has_scores",
         "_has_tools",
         "_has_usage",
         "_is_stream",
@@ -112,6 +119,7 @@ class RunRelay:
         self._has_tools = has_tools
         self._has_both_names = has_both_names
         self._has_one_call = has_one_call
+        self._has_scores = False
         self._bytes_max = bytes_max
         self._begin = begin
         self._fail = fail
@@ -148,6 +156,8 @@ class RunRelay:
                     self._handle.consumed(size)
                 else:
                     self._owed += size
+        elif event.type is RunEventType.START:
+            self._has_scores = event.metadata.get(run_metadata.SCORED_DELTAS) == "1"
         elif event.type.is_terminal:
             if not is_over:
                 if event.type is RunEventType.COMPLETE:
@@ -166,8 +176,15 @@ class RunRelay:
         if self._bytes > self._bytes_max and (choice.is_holding or not self._is_stream):
             self._give_up()
             return
-        if choice.is_holding and event.delta:
-            choice.held.append(event.delta)
+        text = event.delta
+        if self._has_scores:
+            try:
+                text = self._read_scores(choice, text)
+            except RemoteProtocolError:
+                self._give_up()
+                return
+        if choice.is_holding and text:
+            choice.held.append(text)
             text = "".join(choice.held).lstrip()
             if text and not text.startswith("{"):
                 choice.is_holding = False
@@ -177,7 +194,17 @@ class RunRelay:
             elif event.reasoning_delta:
                 self._say(event.output_index, choice, "", event.reasoning_delta)
             return
-        self._say(event.output_index, choice, event.delta, event.reasoning_delta)
+        self._say(event.output_index, choice, text, event.reasoning_delta)
+
+    def _read_scores(self, choice: _Choice, delta: str) -> str:
+        """The text of what lines are whole; their scores wait until it is said."""
+        if choice.lines is None:
+            choice.lines = ScoredLines()
+        texts = []
+        for text, tokens in choice.lines.feed(delta):
+            texts.append(text)
+            choice.scores += tokens
+        return "".join(texts)
 
     def _say(self, index: int, choice: _Choice, text: str, reasoning: str) -> None:
         if not self._is_stream:
@@ -192,8 +219,38 @@ class RunRelay:
             delta["reasoning_content"] = reasoning
             if self._has_both_names:
                 delta["reasoning"] = reasoning
-        if delta:
-            self._send(index, delta)
+        if delta or choice.scores:
+            scores, choice.scores = choice.scores, []
+            told = self._worded(choice, scores)
+            choice.offset += len(text)
+            self._send(index, delta, scores=told)
+
+    def _worded(self, choice: _Choice, scores: list[ScoredToken]) -> dict[str, Any] | None:
+        """Scores in the dialect's form; None where none were asked for."""
+        if not self._has_scores:
+            return None
+        if self._dialect is Dialect.CHAT:
+            return {
+                "content": [
+                    {
+                        **_score(each.token, each.logprob),
+                        "top_logprobs": [_score(*one) for one in each.candidates],
+                    }
+                    for each in scores
+                ],
+                "refusal": None,
+            }
+        offsets = []
+        at = choice.offset
+        for each in scores:
+            offsets.append(at)
+            at += len(each.token)
+        return {
+            "tokens": [each.token for each in scores],
+            "token_logprobs": [each.logprob for each in scores],
+            "top_logprobs": [dict(each.candidates) for each in scores],
+            "text_offset": offsets,
+        }
 
     def _open(self, index: int, choice: _Choice) -> None:
         """The head of the answer, and the role of this alternative, before anything it says."""
@@ -204,13 +261,22 @@ class RunRelay:
             if self._dialect is Dialect.CHAT:
                 self._send(index, {"role": "assistant", "content": ""})
 
-    def _send(self, index: int, delta: Mapping[str, Any], *, finish: str | None = None) -> None:
+    def _send(
+        self,
+        index: int,
+        delta: Mapping[str, Any],
+        *,
+        finish: str | None = None,
+        scores: dict[str, Any] | None = None,
+    ) -> None:
         choice: dict[str, Any] = {"index": index}
         if self._dialect is Dialect.CHAT:
             choice["delta"] = delta
+            if scores is not None:
+                choice["logprobs"] = scores
         else:
             choice["text"] = delta.get("content", "")
-            choice["logprobs"] = None
+            choice["logprobs"] = scores
         choice["finish_reason"] = finish
         value: dict[str, Any] = {**self._envelope, "choices": [choice]}
         if self._has_usage:
@@ -243,6 +309,8 @@ class RunRelay:
             if choice.held:
                 self._say(index, choice, "".join(choice.held), "")
                 choice.held = []
+            elif choice.scores and self._is_stream:
+                self._say(index, choice, "", "")
             finished.append((index, choice, reason, own_calls))
         if self._is_stream:
             self._end_stream(finished, event.usage)
@@ -282,7 +350,8 @@ class RunRelay:
                 entry["message"] = message
             else:
                 entry["text"] = text
-            choices.append(entry | {"logprobs": None, "finish_reason": reason})
+            scores = self._worded(choice, choice.scores)
+            choices.append(entry | {"logprobs": scores, "finish_reason": reason})
         value: dict[str, Any] = {**self._envelope, "choices": choices}
         if (counted := _usage(usage)) is not None:
             value["usage"] = counted
@@ -361,6 +430,10 @@ class RunRelay:
         owed, self._owed = self._owed, 0
         if owed and self._handle is not None:
             self._handle.consumed(owed)
+
+
+def _score(token: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "surrogatepass"))}
 
 
 class _ToldCall(msgspec.Struct):
