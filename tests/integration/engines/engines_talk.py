@@ -143,6 +143,15 @@ def last_events(body: bytes, *, first: int = 2, last: int = 2) -> bytes:
     return b"\n\n".join(kept) + b"\n\n"
 
 
+def ending(body: bytes) -> bytes:
+    """Of a stream that was cut somewhere: its last chunk without its text, which may be any, and the terminator."""
+    *_, last, terminator = body.strip().split(b"\n\n")
+    chunk = json.loads(last.removeprefix(b"data: "))
+    for choice in chunk["choices"]:
+        del choice["delta"]
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n" + terminator + b"\n\n"
+
+
 def judge(name: str, transcript: Transcript) -> None:
     """Compare what a real engine just said with what it is recorded to say; or record it."""
     if RECORDS:

@@ -199,4 +199,13 @@ def _explained(name: str, mine: object, theirs: object, at: str = "") -> list[st
             if mine.get(key) != theirs.get(key):
                 lines += _explained(name, mine.get(key), theirs.get(key), f"{at}.{key}")
         return lines
+    if isinstance(mine, list) and isinstance(theirs, list):
+        gone, new = (
+            [each for each in one if each not in other] for one, other in ((mine, theirs), (theirs, mine))
+        )
+        return [
+            f"{name}: {at} {word} {each!r:.600}"
+            for word, many in (("lost", gone), ("got", new))
+            for each in many
+        ]
     return [f"{name}: {at or 'answer'} was {mine!r:.300}, is {theirs!r:.300}"]

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 from engines_rig import HELLO, WEATHER
-from engines_talk import Talk, last_events
+from engines_talk import Talk, ending
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -73,7 +73,7 @@ def _pauses(talk: Talk) -> None:
         talk.ask("metrics while a stream runs", "GET", "/metrics", trim=_metrics)
         talk.ask("reset_prefix_cache while a request runs", "POST", "/reset_prefix_cache")
         talk.ask("pause abort while a stream runs", "POST", "/pause?mode=abort&clear_cache=false")
-        ended = last_events(stream.rest())
+        ended = ending(stream.rest())
         talk.note(
             "stream aborted by a pause",
             "POST",

@@ -225,6 +225,44 @@ async def test_an_update_is_proven_by_checksum_labelled_last_and_can_be_undone(t
         assert adapter.snapshot().weight_version == "v2"
 
 
+@pytest.mark.clause("AD-33", "AD-45")
+async def test_an_update_renames_the_served_model_and_its_name_is_read_again(tmp_path: Path) -> None:
+    engine = Sglang()
+    first, second = checkpoint_at(tmp_path / "a"), checkpoint_at(tmp_path / "b")
+    engine.path = engine.content = first.path
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.DRAIN))
+        await do(adapter, ApplyWeightsStep(model="m", source=second, weight_version="v2"))
+        await adapter.probe()
+        (info,) = adapter.participants()
+        assert info.models == (second.path,)
+        assert info.startup_source == first, "where it began is not where it is"
+
+
+@pytest.mark.clause("AD-05")
+async def test_nothing_that_destroys_or_ends_others_requests_is_ever_called(tmp_path: Path) -> None:
+    """Its checker can wipe the weights, its abort takes prefixes, and a mere GET changes things."""
+    engine = Sglang()
+    source = checkpoint_at(tmp_path / "b")
+    async with in_front_of(engine) as adapter:
+        for step in (
+            pause(PauseMode.ABORT),
+            release(*KV),
+            RestoreStep(kinds=KV),
+            FLUSH,
+            ApplyWeightsStep(model="m", source=source, weight_version="v2"),
+            VerifyWeightsStep(model="m", weight_version="v2"),
+            CommitWeightsStep(model="m", weight_version="v2"),
+            ResumeStep(),
+        ):
+            assert_all_ok(await do(adapter, step))
+        asked = {each.path for each in engine.asked if each.method == "GET"}
+        assert asked <= {"/model_info", "/ready", "/ping", "/v1/loads", "/v1/models"}
+        assert "/abort_request" not in engine.posts()
+        checks = [each.body for each in engine.asked if each.path == "/weights_checker"]
+        assert {body["action"] for body in checks} == {"checksum"}
+
+
 @pytest.mark.clause("AD-37")
 async def test_a_refused_flush_inside_an_update_does_not_hide_that_the_weights_are_live(
     tmp_path: Path,

@@ -47,7 +47,10 @@ class StandInTalk(Talk):
     @contextlib.contextmanager
     def streaming(self, path: str, body: Mapping[str, object]) -> Iterator[Stream]:
         self._busy(True)
-        yield Recorded(DEV["stream aborted by a pause"].body)
+        end = DEV["stream aborted by a pause"].body
+        yield Recorded(
+            end.replace(b'"finish_reason":"abort"', b'"delta":{"content":" wide"},"finish_reason":"abort"')
+        )
         self._busy(False)
 
 

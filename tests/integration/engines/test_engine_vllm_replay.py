@@ -238,6 +238,41 @@ async def test_a_drain_out_of_time_never_calls_the_engines_endless_wait() -> Non
         assert [each.query["mode"] for each in engine.asked if each.path == "/pause"] == ["abort"]
 
 
+@pytest.mark.clause("AD-41")
+async def test_a_drain_waits_for_what_the_engine_holds_back_too() -> None:
+    """Its own `wait` leaves queued requests in the queue, to be run by whatever weights come."""
+    engine = VllmReplay()
+    engine.waiting = 1
+    async with in_front_of(engine) as adapter:
+        error = await error_of(adapter, pause(PauseMode.DRAIN, timeout_ms=50, then=DrainTimeoutAction.FAIL))
+        assert error.code is AdminErrorCode.DRAIN_TIMEOUT
+        assert engine.posts() == []
+
+
+@pytest.mark.clause("AD-35", "AD-43")
+async def test_a_paused_engine_says_that_it_sleeps_and_is_not_called_released() -> None:
+    engine = VllmReplay(sleep_mode=True)
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        (back,) = await adapter.read_back([adapter.participants()[0].participant_id])
+        assert back.paused is True
+        assert back.released == frozenset()
+
+
+@pytest.mark.clause("AD-15", "AD-35")
+async def test_what_another_process_of_the_engine_offers_is_looked_up_anew() -> None:
+    engine = VllmReplay()
+    async with in_front_of(engine) as adapter:
+        assert AdminOperationKind.UPDATE_WEIGHTS in adapter.participants()[0].capabilities.operations
+        engine.start_time = "1.79600999999e+09"
+        engine.routes["GET /openapi.json"] = PLAIN["openapi, paths only"]
+        engine.routes["GET /version"] = Answer.of({"version": "0.33.0"})
+        await adapter.probe()
+        (info,) = adapter.participants()
+        assert info.capabilities.operations == {AdminOperationKind.PAUSE, AdminOperationKind.RESUME}
+        assert info.engine_version == "0.33.0"
+
+
 @pytest.mark.clause("AD-41", "EN-95")
 async def test_a_paused_engine_is_sent_no_request_that_it_would_hold_for_ever() -> None:
     engine = VllmReplay()

@@ -38,6 +38,7 @@ class VllmReplay(ReplayEngine):
         self.sleep_mode = sleep_mode
         self.is_profiling = False
         self.running = 0
+        self.waiting = 0
         self.start_time = "1.79600631478e+09"
         info = json.loads(DEV["server_info, trimmed"].body)
         info["vllm_config"]["model_config"]["enable_sleep_mode"] = sleep_mode
@@ -161,6 +162,10 @@ class VllmReplay(ReplayEngine):
         text = text.replace(
             'running{engine="0",model_name="endless"} 0.0',
             f'running{{engine="0",model_name="endless"}} {self.running}.0',
+        )
+        text = text.replace(
+            'waiting{engine="0",model_name="endless"} 0.0',
+            f'waiting{{engine="0",model_name="endless"}} {self.waiting}.0',
         )
         text = text.replace('sleep_state="awake"} 1.0', 'sleep_state="awake"} 0.0')
         text = text.replace(f'sleep_state="{self.sleep}"}} 0.0', f'sleep_state="{self.sleep}"}} 1.0')
