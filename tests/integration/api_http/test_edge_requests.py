@@ -10,11 +10,12 @@ from dataclasses import replace
 import anthropic
 import openai
 import pytest
-from http_fleet import HttpFleet, fleet_of, post
+from http_fleet import KEY, HttpFleet, fleet_of, post
 
 from iop.api.http.keys import ApiKeySpec
 from iop.api.http.limits import HttpLimits
 from iop.api.strangers import Strangers
+from iop.edge.pools import OPEN_GATE, GateMode, ProviderGate
 from iop.edge.snapshot import DispatchLimits, QueueSpec
 from iop.testing.stub_engine import StubCall, sse_events, whole_answer
 from iop.testing.waiting import eventually
@@ -619,3 +620,25 @@ async def test_who_served_is_told_by_an_opaque_name_or_by_none(is_ollama: bool) 
         status, headers, _ = await fleet.post(hi)
         assert status == 200
         assert b"x-iop-provider" not in headers
+
+
+@pytest.mark.clause("SF-09", "EN-110")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/embeddings"])
+async def test_a_pause_that_rejects_says_so_and_one_that_queues_lets_go_at_resume(path: str) -> None:
+    def gate(mode: GateMode) -> ProviderGate:
+        return ProviderGate(mode=mode, held_by=("epoch 1",))
+
+    async with fleet_of(queue=QueueSpec()) as fleet:
+        dispatcher = fleet.edge.dispatcher
+        dispatcher.set_gates([(KEY, gate(GateMode.REJECT))])
+        status, headers, body = await fleet.post(PLAIN, path=path)
+        assert (status, headers[b"x-iop-reason"], headers[b"x-iop-origin"]) == (503, b"paused", b"edge")
+        assert int(headers[b"retry-after"]) > 0
+        assert json.loads(body)["error"]["code"] == "paused"
+        dispatcher.set_gates([(KEY, gate(GateMode.QUEUE))])
+        caller = await fleet.call()
+        await caller.send(post(PLAIN, path=path))
+        await eventually(lambda: fleet.edge.pools.waiting == 1)
+        assert fleet.stub.calls == []
+        dispatcher.set_gates([(KEY, OPEN_GATE)])
+        assert (await caller.read_answer())[0] == 200
