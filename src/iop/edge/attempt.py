@@ -151,6 +151,11 @@ class Attempt:
         self.stream = None
         self.on_body = _ignore
 
+    def forget_sink(self) -> None:
+        """The request has its outcome and its Node is done: the sink, which knows the request, is told nothing more."""
+        self._tunnel_sink = None
+        self._run_sink = None
+
     def tell_error(self, error: StreamError) -> None:
         """Give the sink an end that the Edge decided."""
         if self._tunnel_sink is not None:

@@ -553,6 +553,7 @@ class Dispatcher:
             try:
                 answer = await promise
             except asyncio.CancelledError:
+                del promise  # which knows this error, and that this frame
                 self._drop_promise(handle)
                 handle.settle_unserved(Outcome.CLIENT_CANCELLED, CancelReason.CLIENT_GONE.value)
                 raise
@@ -683,6 +684,7 @@ class Dispatcher:
         if attempt.stream is not None:
             attempt.stream.detach()
         self.give_back(attempt, Verdict.FAILURE)
+        attempt.forget_sink()
 
     def _is_busy(self, keys: frozenset[ProviderKey] | None) -> bool:
         """By leases, not streams: a lease that was granted and not yet opened is work, too."""

@@ -291,6 +291,7 @@ class DispatchHandle:
         shell = self._shell
         if self.phase is not Phase.RUNNING or self.attempt is not attempt:
             shell.give_back(attempt, attempt.early_verdict)
+            attempt.forget_sink()
             return
         verdict = verdict_of_status(attempt.status) if error is None else verdict_of_error(error)
         if error is not None:
@@ -309,6 +310,7 @@ class DispatchHandle:
                 outcome, verdict = Outcome.UPSTREAM_TRUNCATED, Verdict.FAILURE
             self._settle(outcome, "" if error is None else error.code)
             shell.give_back(attempt, verdict)
+            attempt.forget_sink()
 
     # ---- from the dispatcher ----
 
@@ -391,6 +393,7 @@ class DispatchHandle:
         may = may_repeat(error, has_started=attempt.is_started, is_handed_over=attempt.is_handed_over)
         attempt.mark_lost()
         if self.phase is not Phase.RUNNING or self.attempt is not attempt:
+            attempt.forget_sink()
             return
         self.record.attempts[-1].error = error.code
         if may and self.may_try_again:
@@ -398,6 +401,7 @@ class DispatchHandle:
             return
         self._settle(Outcome.NODE_LOST, error.code)
         attempt.tell_error(error)
+        attempt.forget_sink()
 
     def try_again(self, tried: ProviderKey) -> None:
         """Seek another lease for a request whose attempt provably had no effect (EN-112)."""

@@ -88,6 +88,13 @@ class InboundStream:
         if self._on_writable is not None:
             self._on_writable()
 
+    def _let_go(self) -> None:
+        """Nobody calls an ended stream off: forget who listened and who is told, which know this, so that all die
+        without a search.
+        """
+        self._on_cancel = self._on_writable = None
+        self._stream.owner = None
+
 
 class InboundTunnelHandle(InboundStream):
     """``ports.InboundTunnel``."""
@@ -131,10 +138,6 @@ class InboundTunnelHandle(InboundStream):
         self._connection.mark()
         self._let_go()
 
-    def _let_go(self) -> None:
-        """Nobody calls an ended tunnel off: forget who listened, who knows this, so that both die without a search."""
-        self._on_cancel = self._on_writable = None
-
 
 class InboundRunHandle(InboundStream):
     """``ports.InboundRun``."""
@@ -150,6 +153,8 @@ class InboundRunHandle(InboundStream):
         """Send one event."""
         self._connection.session.emit(self._stream, event)
         self._connection.mark()
+        if event.type.is_terminal:
+            self._let_go()
 
 
 class InboundCommandHandle:

@@ -153,6 +153,11 @@ class HeldRun(_Hold):
         self._reason = reason
         super().cancel(reason)
 
+    def on_done(self) -> None:
+        """As for all; and the adapter's run, which knows this, is not told of credit any more."""
+        super().on_done()
+        self._on_adapter_writable = _nothing
+
     def _on_writable(self) -> None:
         self._on_adapter_writable()
 

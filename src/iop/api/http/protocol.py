@@ -556,7 +556,10 @@ class _Adopted(Coroutine[Any, Any, None]):
 
     def throw(self, *error: Any) -> Any:
         self._first = None
-        return self._coroutine.throw(*error)
+        try:
+            return self._coroutine.throw(*error)
+        finally:
+            del error  # which will know this frame
 
     def close(self) -> None:
         self._coroutine.close()

@@ -433,6 +433,7 @@ class CountRelay(Relay):
         """Judge a doubtful answer."""
         if self._late_start is not None:
             if not _has_error_object(b"".join(self._doubted)):
+                self._late_start = self._handle = None
                 self._exchange.release_body()
                 self._estimate()
                 return

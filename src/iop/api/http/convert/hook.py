@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from iop.api.http.convert.plan import PATHS, Plan
-from iop.api.http.convert.shell import ConvertingExchange
+from iop.api.http.convert.shell import ConvertingExchange, provider_head
 from iop.api.http.convert.writers import AnswerTerms
 from iop.api.http.errors import Dialect
 from iop.api.http.exchange import Exchange
@@ -53,37 +53,25 @@ class Conversion:
         self._begin = begin
         self._fail = fail
         self._bytes_max = bytes_max
+        self._caller_dialect = caller_dialect
         self._handle: DispatchHandle | None = None
-        self._relay: Relay | RunRelay | None = None
-        self._shell = ConvertingExchange(
-            exchange,
-            converter=plan.converter(self._terms),
-            source=caller_dialect,
-            target=plan.dialect,
-            is_stream=plan.is_stream,
-            request_id=terms.request_id,
-            bytes_max=bytes_max,
-            fail=fail,
-            give_up=self._give_up,
-        )
 
     def tunnel_relay(self) -> Relay:
         """The sink of a tunnel in the provider's dialect."""
-        self._relay = Relay(
-            cast(Exchange, self._shell),
+        return Relay(
+            self._shell(),
             dialect=self._plan.dialect,
             choices=1,
             event_bytes_max=self._bytes_max,
             begin=self._begin_answer,
             fail=self._fail_answer,
         )
-        return self._relay
 
-    def tunnel_call(self, *, session_id: str, request_id: str) -> TunnelCall:
-        """The provider's request."""
-        assert isinstance(self._relay, Relay), "the sink is made first"
+    def tunnel_call(self, sink: Relay, *, session_id: str, request_id: str) -> TunnelCall:
+        """The provider's request, whose answer goes to ``sink``."""
         plan = self._plan
-        headers = request_headers(self._shell.head, request_id=request_id, is_stream=plan.is_stream)
+        head = provider_head(self._exchange.head, plan.dialect)
+        headers = request_headers(head, request_id=request_id, is_stream=plan.is_stream)
         return TunnelCall(
             operation=plan.operation,
             method="POST",
@@ -91,15 +79,15 @@ class Conversion:
             headers=headers,
             body=plan.parts,
             stream=plan.is_stream,
-            sink=self._relay,
+            sink=sink,
             session_id=session_id,
         )
 
     def run_relay(self) -> RunRelay:
         """The sink of a normalised run, which is asked as a chat."""
         plan, terms = self._plan, self._terms
-        self._relay = RunRelay(
-            cast(Exchange, self._shell),
+        return RunRelay(
+            self._shell(),
             dialect=Dialect.CHAT,
             request_id=terms.request_id,
             model=terms.shown_model or terms.fallback_model,
@@ -113,15 +101,13 @@ class Conversion:
             begin=self._begin_answer,
             fail=self._fail_answer,
         )
-        return self._relay
 
-    def run_call(self, *, session_id: str) -> RunCall:
-        """The run."""
-        assert isinstance(self._relay, RunRelay), "the sink is made first"
+    def run_call(self, sink: RunRelay, *, session_id: str) -> RunCall:
+        """The run, whose events go to ``sink``."""
         trace = trace_of(self._exchange.head)
         return RunCall(
             input=self._plan.body,
-            sink=self._relay,
+            sink=sink,
             stream=self._plan.is_stream,
             session_id=session_id,
             traceparent="" if trace is None else trace.traceparent,
@@ -129,6 +115,22 @@ class Conversion:
         )
 
     # ---- callbacks ----
+
+    def _shell(self) -> Exchange:
+        """What the sink takes for its exchange. It knows this, so it is not kept."""
+        plan = self._plan
+        shell = ConvertingExchange(
+            self._exchange,
+            converter=plan.converter(self._terms),
+            source=self._caller_dialect,
+            target=plan.dialect,
+            is_stream=plan.is_stream,
+            request_id=self._terms.request_id,
+            bytes_max=self._bytes_max,
+            fail=self._fail,
+            give_up=self._give_up,
+        )
+        return cast(Exchange, shell)
 
     def _begin_answer(self, _shell: Any, handle: DispatchHandle, status: int) -> HeaderList:
         self._handle = handle
