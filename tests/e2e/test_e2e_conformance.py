@@ -114,6 +114,7 @@ def test_the_edge_passes_fully_with_every_hook(tmp_path: Path) -> None:
     assert report["exit"] == 0
 
 
+@pytest.mark.case("P-24")
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.clause(*PROVED, "AD-29", "AD-30", "AD-31")

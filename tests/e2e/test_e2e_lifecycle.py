@@ -82,6 +82,7 @@ def test_when_the_parent_is_killed_nothing_outlives_it(tmp_path: Path) -> None:
         eventually(lambda: alive(started) == [], "every part is gone")
 
 
+@pytest.mark.case("P-25")
 @pytest.mark.clause("AD-26", "AD-35")
 def test_a_pause_outlives_a_restart_of_everything_and_its_epoch_still_ends_it(tmp_path: Path) -> None:
     home = tmp_path / "home"

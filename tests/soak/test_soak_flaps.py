@@ -188,6 +188,7 @@ async def proxy_line(directory: Path) -> AsyncIterator[tuple[StubEngine, Line]]:
 LINES = {"namespace": namespace_line, "proxy": proxy_line}
 
 
+@pytest.mark.case("P-20")
 @pytest.mark.clause("EN-14", "EN-25", "EN-31", "EN-32", "EN-103", "EN-110", "EN-112", "EN-117")
 @pytest.mark.parametrize("kind", LINES)
 @pytest.mark.parametrize(("silence_s", "times"), [(5.0, 1), (60.0, 1), (1.0, 10)], ids=["5s", "60s", "10x1s"])

@@ -131,6 +131,7 @@ async def test_three_large_uploads_at_once_cost_each_turn_one_step_and_one_read_
         assert fleet.surface.buffered_bytes == 0
 
 
+@pytest.mark.case("P-06")
 @pytest.mark.clause("SF-03", "EN-101")
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings", "/v1/responses"])
 async def test_a_large_body_reaches_the_engine_with_only_the_bytes_of_model_changed(path: str) -> None:
@@ -164,6 +165,7 @@ async def test_a_large_body_needs_a_long_slot_by_its_text_and_not_by_its_picture
         assert status == 200 or fields[b"x-iop-reason"] == b"long_context_not_supported"
 
 
+@pytest.mark.case("P-06")
 @pytest.mark.clause("SF-10", "SF-12")
 async def test_a_conversion_of_a_large_body_holds_no_second_copy_of_its_pictures() -> None:
     held: list[int] = []

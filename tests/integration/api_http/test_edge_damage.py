@@ -37,6 +37,7 @@ def damage(data: bytes, rng: random.Random) -> bytes:
             return data[:at] + data[max(0, at - 20) :]
 
 
+@pytest.mark.case("P-09")
 @pytest.mark.clause("SF-14", "EN-112", "SF-03")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])

@@ -150,6 +150,7 @@ async def test_no_route_and_no_ending_leaks_a_lease_of_real_processes(
     await run_matrix(tmp_path, endings, rounds=ROUNDS)
 
 
+@pytest.mark.case("P-09")
 @pytest.mark.soak
 @pytest.mark.clause("EN-31", "EN-112", "SF-07")
 @pytest.mark.parametrize("ending", ENDINGS)

@@ -52,6 +52,7 @@ async def refused(world: AdminWorld, request: MutationRequest, principal: Princi
     return refusal.value
 
 
+@pytest.mark.case("P-22")
 @pytest.mark.clause("AD-12", "AD-20", "AD-21", "AD-22")
 def test_a_repeated_key_replays_identical_events() -> None:
     async def scenario(world: AdminWorld) -> None:
@@ -112,6 +113,7 @@ def test_64_callers_racing_one_key_see_one_operation() -> None:
     run_world(scenario)
 
 
+@pytest.mark.case("P-22")
 @pytest.mark.clause("AD-13")
 def test_the_revision_is_compared_and_zero_is_a_value() -> None:
     async def scenario(world: AdminWorld) -> None:
