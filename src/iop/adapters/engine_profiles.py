@@ -116,7 +116,10 @@ class EngineProfiles(abc.ABC):
             raise Unsupported("the engine's profiler does not record that", reason="PROFILER_KIND")
         if self._running == step.profile_id:
             return
-        answer = await self._begin(step)
+        try:
+            answer = await self._begin(step)
+        except OSError as exc:
+            raise StepFailed(f"no place can be made for the profile: {exc.strerror}", changed=False) from exc
         if self._is_busy(answer):
             raise StepFailed(
                 "another profile runs at the engine", code=AdminErrorCode.REFUSED_BUSY, changed=False
@@ -139,9 +142,12 @@ class EngineProfiles(abc.ABC):
             raise unknown_profile()
         if self._running == profile_id:
             await self._end(timeout_s=min(timeout_s, STOP_TIMEOUT_S))
-        if self.IS_LATE:
-            await self._settle(profile_id)
-        return await asyncio.to_thread(self._artifacts, profile_id)
+        try:
+            if self.IS_LATE:
+                await self._settle(profile_id)
+            return await asyncio.to_thread(self._artifacts, profile_id)
+        except OSError as exc:
+            raise StepFailed(f"the profile's files cannot be read: {exc.strerror}") from exc
 
     def open(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
         """Send one file; only of profiles that were started here."""

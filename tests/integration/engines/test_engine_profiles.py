@@ -166,3 +166,14 @@ async def test_only_files_of_profiles_of_ours_are_sent(tmp_path: Path) -> None:
             "file:///etc/passwd",
         ):
             assert await fetched(adapter, uri) == b"refused"
+
+
+@pytest.mark.clause("AD-37", "AD-46")
+async def test_a_place_that_cannot_be_made_or_read_fails_the_step_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / prefix_of("p-1")).write_bytes(b"a file where a directory should be")
+    engine = Trtllm()
+    async with in_front_of("trtllm", engine, tmp_path) as adapter:
+        (outcome,) = (await do(adapter, START)).participants
+        assert outcome.error is not None
+        assert not outcome.changed
+        assert engine.posts() == []
