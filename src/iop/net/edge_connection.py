@@ -228,7 +228,7 @@ class EdgeWire(Connection[EdgeSession]):
         if sink is not None:
             sink.on_body(event.data)
         else:
-            self.session.consumed(stream, len(event.data))
+            self._drop(stream, len(event.data))
 
     def _on_response_start(self, event: events.ResponseStarted) -> None:
         sink: TunnelSink | None = event.stream.owner
@@ -258,7 +258,11 @@ class EdgeWire(Connection[EdgeSession]):
         if sink is not None:
             sink.on_run_event(event.event)
         else:
-            self.session.consumed(stream, event.event.credit_bytes)
+            self._drop(stream, event.event.credit_bytes)
+
+    def _drop(self, stream: EdgeStream, size_bytes: int) -> None:
+        """Nobody takes it. If its sink went in this very turn, it was given back with what that held."""
+        self.session.consumed(stream, min(size_bytes, stream.window.held))
 
     def _on_answer(self, event: events.CommandAnswered | events.RefreshAnswered) -> None:
         _settle(self._calls.get(event.call_id), event.response)

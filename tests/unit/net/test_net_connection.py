@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -347,6 +348,29 @@ async def test_a_bug_in_one_callback_leaves_the_other_streams_alone() -> None:
     assert bad.error is not None
     assert bad.error.code == "internal", "an end would claim that nothing is missing"
     await eventually(lambda: rig.link.right.session.streams_open == 0)
+
+
+@pytest.mark.clause("EN-102")
+@virtual
+async def test_what_comes_in_one_read_with_a_bug_is_dropped_without_another() -> None:
+    rig = await ready()
+    log = logging.getLogger("iop.net.connection")
+    told: list[logging.LogRecord] = []
+    log.addFilter(told.append)  # type: ignore[arg-type]  # and nothing is written
+    try:
+        bad = RecordingSink()
+        bad.on_body = None  # type: ignore[method-assign,assignment]
+        rig.edge.open_tunnel(run_id="bad", path="/hold", sink=bad)
+        await eventually(lambda: "bad" in rig.node.held)
+        source = rig.node.held["bad"]
+        source.start(status=200, headers=(), framing=m.BodyFraming.CHUNKED)
+        source.send_body(bytes(1000))
+        source.send_usage(m.Usage(prompt_tokens=1))  # between them, so that they are two frames
+        source.send_body(bytes(1000))
+        await bad.wait()
+    finally:
+        log.removeFilter(told.append)  # type: ignore[arg-type]
+    assert len(told) == 1
 
 
 @virtual
