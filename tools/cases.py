@@ -29,7 +29,8 @@ def marked(root: Path) -> dict[str, list[str]]:
         of_all = [
             case
             for node in module.body
-            if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == "pytestmark" for t in node.targets)
+            if isinstance(node, ast.Assign)
+            and any(getattr(t, "id", "") == "pytestmark" for t in node.targets)
             for case in _cases(node.value)
         ]
         for node in ast.walk(module):
