@@ -224,7 +224,9 @@ class OpenAICompatAdapter(Controlled):
             if response is None:
                 return frozenset()  # it does not even answer: nothing can be learnt so
             statuses[name] = response.status
-        return absent_of(statuses)
+        # What somebody wrote out is believed; the built-in profile only says what there may be.
+        believed = frozenset() if self._profile == DEFAULT_PROFILE else frozenset(paths)
+        return absent_of(statuses) - believed
 
     async def _look(self, path: bytes) -> bytes:
         """What a GET brings; nothing, if it brings no 200."""

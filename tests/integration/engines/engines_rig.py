@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +28,11 @@ def config_of(kind: str, endpoint: str, *targets: str) -> AdapterConfig:
 
 
 @contextlib.asynccontextmanager
-async def running(config: AdapterConfig) -> AsyncIterator[Adapter]:
-    """The registry's adapter for it, started and probed."""
-    adapter = create_adapter(config, adapter_services())
+async def running(
+    config: AdapterConfig, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Adapter]:
+    """The registry's adapter for it, started and probed, on a Node with this environment."""
+    adapter = create_adapter(config, replace(adapter_services(), environment=environment or {}))
     async with asyncio.TaskGroup() as tasks:
         await adapter.start(tasks)
         try:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from engines_models import ANSWER, Engine
 from engines_rig import HELLO, EngineHarness, ask, begin, config_of, running, said, streamed
+from safetensors.numpy import load_file
 from talks_vllm import make_lora
 
+from iop.adapters.staged_weights import DIRECTORY_VARIABLE
 from iop.admin.enums import (
     AdminErrorCode,
     AdminOperationKind,
@@ -24,10 +26,12 @@ from iop.admin.enums import (
     CacheOutcome,
     PauseMode,
     ProfilerKind,
+    TensorDtype,
     VerificationMethod,
     WeightFormat,
+    WeightSourceKind,
 )
-from iop.admin.requests import DiskSource, PauseSpec
+from iop.admin.requests import DiskSource, InlineTensor, InlineTensorSource, PauseSpec, TensorSpec
 from iop.admin.steps import (
     ApplyWeightsStep,
     CommitWeightsStep,
@@ -277,3 +281,45 @@ async def test_a_lora_adapter_loaded_at_the_engine_is_a_model_of_it_until_it_is_
     await harness.adapter.probe()
     assert "ad1" not in harness.adapter.snapshot().models
     assert (await ask(harness.adapter, chat(model="ad1", max_tokens=4))).status == 404
+
+
+def tensors_of(directory: Path) -> InlineTensorSource:
+    return InlineTensorSource(
+        tensors=tuple(
+            InlineTensor(
+                spec=TensorSpec(name=name, dtype=TensorDtype.FLOAT32, shape=array.shape),
+                data=array.astype("<f4").tobytes(),
+            )
+            for name, array in load_file(directory / "model.safetensors").items()
+        )
+    )
+
+
+@pytest.mark.clause("AD-15", "AD-32", "AD-45")
+async def test_tensors_sent_along_change_the_answers_and_are_undone(
+    vllm: Engine, models: Path, tmp_path: Path
+) -> None:
+    config = config_of("vllm", vllm.endpoint, vllm.model)
+    async with running(config, {DIRECTORY_VARIABLE: str(tmp_path)}) as adapter:
+        harness = EngineHarness(adapter, "vllm")
+        await do(harness, ResumeStep())
+        offered = adapter.participants()[0].capabilities.weight_sources
+        assert WeightSourceKind.INLINE_TENSORS in offered
+        assert_all_ok(await do(harness, pause(PauseMode.DRAIN)))
+        sent = tensors_of(models / "hill")
+        for body in (
+            PrepareWeightsStep(model="endless", source=sent, weight_version="sent-1"),
+            ApplyWeightsStep(model="endless", source=sent, weight_version="sent-1"),
+            VerifyWeightsStep(model="endless", weight_version="sent-1"),
+            FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL),
+        ):
+            assert_all_ok(await do(harness, body, operation="op-2"))
+        assert_all_ok(await do(harness, ResumeStep(), operation="op-2"))
+        assert ANSWER not in said(await ask(adapter, chat(max_tokens=60)))
+        assert_all_ok(await do(harness, pause(PauseMode.DRAIN), operation="op-2"))
+        undo = UndoWeightsStep(
+            model="endless", previous_source=source(models / "endless"), previous_weight_version="default"
+        )
+        assert_all_ok(await do(harness, undo, operation="op-2"))
+        assert_all_ok(await do(harness, ResumeStep(), operation="op-3"))
+        assert ANSWER in said(await ask(adapter, chat(max_tokens=60)))

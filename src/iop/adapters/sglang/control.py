@@ -34,6 +34,7 @@ from iop.adapters.gate_control import (
 from iop.adapters.native_control import NativeControl, Observed
 from iop.adapters.sglang.profiles import Profiles
 from iop.adapters.sglang.weights import WeightSwap
+from iop.adapters.staged_weights import StagedWeights
 from iop.adapters.trainer_group import BACKENDS
 from iop.admin.enums import (
     AdminErrorCode,
@@ -134,8 +135,9 @@ class SglangControl(NativeControl):
         Offer(operation=Op.RESTORE_RESOURCES, detail="all or some", needs="`--enable-memory-saver`"),
         Offer(
             operation=Op.UPDATE_WEIGHTS,
-            detail="disk (safetensors), a trainer's broadcast (NCCL); verified by checksum",
-            needs="`/weights_checker`; the same files on Node and engine; for broadcasts one engine a model",
+            detail="disk (safetensors), tensors sent along, a trainer's broadcast (NCCL); verified by checksum",
+            needs="`/weights_checker`; the same files on Node and engine; for tensors `IOP_WEIGHTS_DIR`; for "
+            "broadcasts one engine a model",
         ),
         Offer(operation=Op.START_PROFILE, detail="CPU, GPU, memory", needs=f"`{DIRECTORY_VARIABLE}`"),
         Offer(
@@ -157,7 +159,8 @@ class SglangControl(NativeControl):
         self._frozen = 0
         self._released: frozenset[ResourceKind] | None = None
         self._retention: WeightRetention | None = None
-        self._swap = WeightSwap(self._http)
+        self._staged = StagedWeights(services.environment, settings.endpoint)
+        self._swap = WeightSwap(self._http, self._staged)
         self._profiles: Profiles = Profiles(self._http, services.environment)
         self._startup_source: DiskSource | None = None
 
@@ -190,6 +193,8 @@ class SglangControl(NativeControl):
             self._released, self._mode, self._frozen = frozenset(), None, 0
         loads = (await self._http.get("/v1/loads", {"include": "core"})).read(_Loads).loads
         capabilities, missing = self._offered()
+        if self._startup_source is not None:
+            capabilities = self._staged.offered(capabilities)
         name = self._model.served_model_name or self._model.model_path
         return Observed(
             engine_version=self._info.version,

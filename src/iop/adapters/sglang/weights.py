@@ -19,6 +19,7 @@ import msgspec
 from iop.adapters import checkpoint
 from iop.adapters.engine_http import EngineAnswer, EngineHttp
 from iop.adapters.gate_control import StepFailed, not_verified, succeeded
+from iop.adapters.staged_weights import StagedWeights
 from iop.adapters.trainer_group import DTYPES, check_group
 from iop.admin.enums import AdminErrorCode, VerificationMethod
 from iop.admin.requests import DiskSource, DistributedSource, WeightSource
@@ -59,8 +60,9 @@ class WeightSwap:
         can_join: it has the routes for one.
     """
 
-    def __init__(self, http: EngineHttp) -> None:
+    def __init__(self, http: EngineHttp, staged: StagedWeights) -> None:
         self._http = http
+        self._staged = staged
         self.path = ""
         self.ranks = 1
         self.can_join = False
@@ -76,9 +78,11 @@ class WeightSwap:
             case PrepareWeightsStep(source=source, hold_previous=hold):
                 if hold:
                     raise Unsupported("SGLang cannot hold replaced weights", reason="CANNOT_HOLD_WEIGHTS")
+                source = await self._staged.on_disk(source, self.path, call.operation_id)
                 await self._check(source)
                 return succeeded(changed=False)
             case ApplyWeightsStep(source=source):
+                source = await self._staged.on_disk(source, self.path, call.operation_id)
                 await self._check(source)
                 if self._previous[0] != call.operation_id:
                     self._previous = (call.operation_id, self.path, await self._checksum())
@@ -99,6 +103,7 @@ class WeightSwap:
                 )
                 if not answer.is_ok:
                     raise StepFailed(f"the engine refused the version label: {answer.words}")
+                await asyncio.to_thread(self._staged.keep_only, self.path)
                 return succeeded(weight_version=version)
             case UndoWeightsStep(previous_source=source):
                 return await self._undo(call, source)
@@ -179,6 +184,8 @@ class WeightSwap:
         operation, path, checksum = self._previous
         if operation != call.operation_id:
             return succeeded(changed=False)
+        if source is not None:
+            source = await self._staged.on_disk(source, self.path, f"before {call.operation_id}")
         await self.load_from(
             source.path if isinstance(source, DiskSource) else path, timeout_s=call.timeout_s
         )

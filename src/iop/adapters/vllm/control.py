@@ -29,6 +29,7 @@ from iop.adapters.gate_control import (
     succeeded,
 )
 from iop.adapters.native_control import UNHEALTHY, NativeControl, Observed
+from iop.adapters.staged_weights import StagedWeights
 from iop.adapters.vllm.answers import (
     IsPaused,
     IsSleeping,
@@ -112,7 +113,8 @@ class VllmControl(NativeControl):
     ) -> None:
         super().__init__(settings, services, targets=targets)
         self._device_memory = device_memory
-        self._swap = WeightSwap(self._http)
+        self._staged = StagedWeights(services.environment, settings.endpoint)
+        self._swap = WeightSwap(self._http, self._staged)
         self._profiles: Profiles = Profiles(self._http)
         self._paths: frozenset[str] = frozenset()
         self._launch = Launch()
@@ -139,6 +141,8 @@ class VllmControl(NativeControl):
         await self._read_states(load)
         kinds = self._profiles.kinds() if "/start_profile" in self._paths else frozenset[ProfilerKind]()
         capabilities, missing = offered(self._paths, self._launch, kinds)
+        if self._swap.startup_path:
+            capabilities = self._staged.offered(capabilities)
         self._swap.can_join = WeightSourceKind.DISTRIBUTED in capabilities.weight_sources
         return Observed(
             instance=load.start_time,

@@ -67,9 +67,9 @@ OFFERS: Final[tuple[Offer, ...]] = (
     ),
     Offer(
         operation=Op.UPDATE_WEIGHTS,
-        detail="disk (safetensors), a trainer's broadcast (NCCL); verified by checksum or a probe",
-        needs="development mode; the same files on Node and engine; for broadcasts `--weight-transfer-config` "
-        "and one engine a model",
+        detail="disk (safetensors), tensors sent along, a trainer's broadcast (NCCL); verified by checksum or a probe",
+        needs="development mode; the same files on Node and engine; for tensors `IOP_WEIGHTS_DIR`; for broadcasts "
+        "`--weight-transfer-config` and one engine a model",
     ),
     Offer(operation=Op.START_PROFILE, detail="CPU, GPU, memory", needs="`--profiler-config`"),
     Offer(

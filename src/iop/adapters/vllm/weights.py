@@ -18,6 +18,7 @@ from typing import Final
 from iop.adapters import checkpoint
 from iop.adapters.engine_http import EngineHttp
 from iop.adapters.gate_control import StepFailed, not_verified, succeeded
+from iop.adapters.staged_weights import StagedWeights
 from iop.adapters.trainer_group import check_group
 from iop.adapters.vllm import transfer
 from iop.adapters.vllm.answers import Checksums, Completion
@@ -54,8 +55,9 @@ class WeightSwap:
         has_resumed: the engine was let run for a probe and must be paused again.
     """
 
-    def __init__(self, http: EngineHttp) -> None:
+    def __init__(self, http: EngineHttp, staged: StagedWeights) -> None:
         self._http = http
+        self._staged = staged
         self._model = ""
         self._path = ""
         self.startup_path = ""
@@ -93,11 +95,13 @@ class WeightSwap:
             case PrepareWeightsStep(source=source, hold_previous=hold):
                 if hold:
                     raise Unsupported("vLLM cannot hold replaced weights", reason="CANNOT_HOLD_WEIGHTS")
+                source = await self._staged.on_disk(source, self._path, call.operation_id)
                 await self._check(source)
                 self._operation, self._is_changed = call.operation_id, False
                 return succeeded(changed=False)
             case ApplyWeightsStep(source=source):
                 # Again: the path may have gone since, and the engine would not survive that.
+                source = await self._staged.on_disk(source, self._path, call.operation_id)
                 await self._check(source)
                 digest = await self._digest() if has_checksums else b""
                 if not self._is_changed or self._operation != call.operation_id:
@@ -117,6 +121,7 @@ class WeightSwap:
                 if not answer.is_ok:
                     raise StepFailed(f"the engine refused the version label: {answer.words}")
                 self._is_changed = False
+                await asyncio.to_thread(self._staged.keep_only, self._path)
                 return succeeded(weight_version=version)
             case UndoWeightsStep():
                 return await self._undo(call, step, has_checksums=has_checksums)
@@ -157,8 +162,11 @@ class WeightSwap:
         if not self._is_changed or self._operation != call.operation_id:
             return succeeded(changed=False)
         path, digest = self._before
-        if isinstance(step.previous_source, DiskSource):
-            path = step.previous_source.path
+        source = step.previous_source
+        if source is not None:
+            source = await self._staged.on_disk(source, self._path, f"before {call.operation_id}")
+        if isinstance(source, DiskSource):
+            path = source.path
         if not path:
             raise PreconditionFailed("the previous weights cannot be read again", reason="IRREVERSIBLE")
         await self.reload(path, timeout_s=call.timeout_s)
