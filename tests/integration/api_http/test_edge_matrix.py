@@ -226,3 +226,19 @@ async def test_what_nobody_can_be_told_is_refused_by_its_field_once() -> None:
         assert record is not None and record.outcome is Outcome.REJECTED
         assert record.reason == "UNSUPPORTED_FIELD"
         assert fleet.edge.outcomes.begun_total == 1
+
+
+@pytest.mark.clause("EN-51", "SF-01")
+async def test_routes_that_a_profile_writes_out_are_believed_whatever_a_look_finds() -> None:
+    """An engine may answer a GET of a route that it has with 404; the profile written out is the way to say so."""
+    written = frozenset({"chat_completions", "completions", "embeddings"})
+    on_get, _ = having(b"/v1/embeddings")
+    async with fleet_of(on_get=on_get, operations=written) as fleet:
+        fleet.stub.script = speak_all
+        await eventually(lambda: "completions" in said(fleet).get("absent_operations", ""))
+        assert (await shown(fleet))["endpoints"]["/v1/chat/completions"] == ["tunnel"]
+        chat = json.dumps({"model": "fast", **BODIES["/v1/chat/completions"]}).encode()
+        status, headers, _ = await fleet.post(chat)
+        assert (status, headers.get(b"x-iop-converted")) == (200, None)
+        status, headers, _ = await fleet.post(b'{"model":"fast","prompt":"x"}', path="/v1/completions")
+        assert (status, headers[b"x-iop-reason"]) == (404, b"operation_not_supported")
