@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from itertools import pairwise
 from typing import Any
 
@@ -43,9 +44,14 @@ answers = st.lists(st.one_of(st.sampled_from(HEADS + BODIES), st.binary(max_size
 class Transport:
     """A socket that takes everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: socket.socket) -> None:
         self.is_closed = False
         self.connection: _Connection | None = None
+        self._line = line
+
+    def get_extra_info(self, name: str) -> socket.socket:
+        assert name == "socket"
+        return self._line
 
     def write(self, data: bytes) -> None:
         assert not self.is_closed
@@ -96,11 +102,12 @@ class Sink:
 
 async def outcome(pieces: list[bytes]) -> tuple[Any, ...]:
     """What the sink saw, from these reads and then an end of file."""
+    ends = socket.socketpair()
     async with asyncio.TaskGroup() as tasks:
         client = HttpUpstream(Origin.parse("http://h"))
         client.start(tasks)
         connection = _Connection(client)
-        transport = Transport()
+        transport = Transport(ends[0])
         transport.connection = connection
         connection.connection_made(transport)  # type: ignore[arg-type]
         sink = Sink()
@@ -117,6 +124,8 @@ async def outcome(pieces: list[bytes]) -> tuple[Any, ...]:
             transport.is_closed = True
             connection.connection_lost(None)
         await client.aclose()
+    for end in ends:
+        end.close()
     assert sink.calls[-1] == ("closed",)
     assert sum(call[0] in {"end", "error"} for call in sink.calls) == 1
     return tuple(sink.calls), sink.body
