@@ -90,7 +90,7 @@ async def test_an_edge_process_that_stood_still_evicts_nobody(tmp_path: Path) ->
     async with (
         StubEngine(drip) as stub,
         ProcessFleet(
-            tmp_path, {n: [provider(stub.endpoint)] for n in ("n1", "n2")}, heartbeat=(0.3, 2.0)
+            tmp_path, {n: [provider(stub.endpoint)] for n in ("n1", "n2")}, heartbeat=(0.3, 4.0)
         ) as fleet,
     ):
         await fleet.start()
@@ -102,7 +102,7 @@ async def test_an_edge_process_that_stood_still_evicts_nobody(tmp_path: Path) ->
         # woken first: their heartbeats and events then wait, unread, at an Edge whose deadlines have all passed.
         for name in ("n1", "n2", "edge"):
             fleet.signal(name, signal.SIGSTOP)
-        await asyncio.sleep(3.0)  # well over the timeout: the standstill is the subject
+        await asyncio.sleep(5.0)  # well over the timeout: the standstill is the subject
         for name in ("n1", "n2", "edge"):
             os.kill(fleet.processes[name].pid, signal.SIGCONT)
         for caller in callers:
