@@ -106,7 +106,7 @@ def test_the_engine_conforms(tmp_path: Path) -> None:
 @pytest.mark.timeout(500)
 @pytest.mark.clause(*PROVED, "AD-29", "AD-30", "AD-31")
 def test_the_edge_passes_fully_with_every_hook(tmp_path: Path) -> None:
-    """A rank that dies takes its engine with it: no deadline of the engine's runs out, and the Edge waits two seconds."""
+    """A rank that dies takes its engine with it, so no deadline of the engine runs out; the Edge waits two seconds."""
     with running_parts(tmp_path / "home", "engine", "edge", "node", lost_s=2.0) as parts:
         report = judge(parts, "edge", *EVERY_HOOK, timeout_s=450, rank="KILL")
     assert ids(report, "NOT RUN") == set()
