@@ -207,7 +207,7 @@ async def fleet_of(
     second_capacity: int = 8,
     strangers: Strangers | None = None,
     tracer: Tracer | None = None,
-    bound_s: float = 60.0,
+    bound_s: float = 110.0,
     on_get: Callable[[bytes], bytes] | None = None,
     **model: object,
 ) -> AsyncIterator[HttpFleet]:

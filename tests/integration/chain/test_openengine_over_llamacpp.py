@@ -62,7 +62,7 @@ async def site(directory: Path) -> AsyncIterator[Place]:
 async def answer(
     made: Place, request: generation_pb2.GenerateRequest
 ) -> list[generation_pb2.GenerateResponse]:
-    call = made.inference.Generate(request, timeout=20)
+    call = made.inference.Generate(request, timeout=60)
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
