@@ -413,7 +413,7 @@ def profile_stop(
 ) -> StopProfileRequest:
     """End a profile and name its files.
 
-    Example: iop admin profile-stop prof-1
+    Example: iop admin profile-stop profile-op-1
     """
     return StopProfileRequest(options=call.required_options, profile_id=profile_id)
 

@@ -232,6 +232,12 @@ class Dispatcher:
         self.refusals[reason] += 1
         self.outcomes.settle(record, Outcome.REJECTED, reason=reason, now=now)
 
+    def record_departure(self, request_id: RequestId, model: str, *, caller: str = "") -> None:
+        """Record a request whose caller left before dispatch, in the midst of its upload say (EN-112)."""
+        now = self._loop.time()
+        record = self.outcomes.begin(request_id, model, caller=caller, now=now)
+        self.outcomes.settle(record, Outcome.CLIENT_CANCELLED, now=now)
+
     # ---- for the shell around registry and gates ----
 
     def apply(self, settlements: Iterable[Settlement]) -> None:

@@ -57,6 +57,9 @@ class Recorder:
         self.errors.append(error.reason)
         exchange.respond(error_status(error), error_headers(error), error_body(error, Dialect.CHAT, "r"))
 
+    def on_left(self, exchange: Exchange) -> None:
+        """Nothing to do."""
+
 
 class RawCaller:
     """One connection that says exactly what a test tells it to."""

@@ -79,17 +79,19 @@ async def test_a_caller_that_leaves_ends_the_engines_request(script, mark, body,
 
 
 @pytest.mark.case("P-08")
-@pytest.mark.clause("SF-07")
+@pytest.mark.clause("SF-07", "EN-112")
 @pytest.mark.parametrize("is_polite", [True, False])
 async def test_a_caller_that_leaves_during_its_upload_reaches_no_engine(is_polite: bool) -> None:
     async with fleet_of() as fleet:
         caller = await fleet.call()
-        await caller.send(post(b'{"model":"fast","x":"' + b"y" * 500_000 + b'"}')[:-1000])
+        await caller.send(post(b'{"model":"fast","x":"' + b"y" * 500_000 + b'"}', ID)[:-1000])
         await eventually(lambda: fleet.surface.buffered_bytes > 0)
         await leave(caller, is_polite)
         await eventually(lambda: fleet.surface.buffered_bytes == 0)
         assert fleet.stub.calls == []
         assert fleet.leases == 0
+        assert fleet.outcome("this-one") is Outcome.CLIENT_CANCELLED
+        assert fleet.edge.outcomes.live == 0
 
 
 @pytest.mark.case("P-08")

@@ -131,6 +131,9 @@ class EngineHttp:
         headers = [*error_headers(error), (b"x-request-id", request_id.encode("ascii"))]
         exchange.respond(error_status(error), headers, error_body(error, Dialect.CHAT, request_id))
 
+    def on_left(self, exchange: Exchange) -> None:
+        """Nothing of a request is kept beside its exchange."""
+
     # ---- reading routes ----
 
     def _health(self, exchange: Exchange, _body: bytes) -> None:

@@ -62,6 +62,10 @@ class HttpHandler(Protocol):
         """
         ...
 
+    def on_left(self, exchange: Exchange) -> None:
+        """The caller left before its answer ended; whoever was bound to the exchange knows already."""
+        ...
+
 
 class Exchange:
     """One request and its answer.

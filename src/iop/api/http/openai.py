@@ -98,6 +98,10 @@ class DispatchPort(Protocol):
         """Record a request that never came to dispatch."""
         ...
 
+    def record_departure(self, request_id: RequestId, model: str, *, caller: str = "") -> None:
+        """Record a request whose caller left before it came to dispatch."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operation:
@@ -311,6 +315,16 @@ class EdgeHttp:
         self._count(exchange, visit, status)
         headers = [*error_headers(error), *self._origin(visit.request_id, reason)]
         exchange.respond(status, headers, error_body(error, visit.dialect, visit.request_id))
+
+    def on_left(self, exchange: Exchange) -> None:
+        """One who leaves before dispatch, in the midst of an upload say, has an outcome too (EN-112)."""
+        if exchange.data is None:
+            return
+        visit = exchange.data[1]
+        if visit.operation is not None and visit.caller is not None and not visit.is_dispatched:
+            self._dispatch.record_departure(
+                RequestId(visit.request_id), visit.model, caller=visit.caller.name
+            )
 
     # ---- generating routes ----
 

@@ -147,6 +147,8 @@ class HttpConnection(asyncio.Protocol):
         for exchange in exchanges:
             if exchange is not None:
                 exchange.caller_gone()
+                if not exchange.is_ended:
+                    self._handler.on_left(exchange)
         if task is not None:
             task.cancel()
 
