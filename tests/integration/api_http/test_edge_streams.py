@@ -261,7 +261,8 @@ async def test_a_coding_that_nobody_here_reads_is_a_clear_502() -> None:
 
 @pytest.mark.case("P-05")
 @pytest.mark.clause("SF-05")
-async def test_compressed_events_arrive_one_by_one() -> None:
+@pytest.mark.parametrize("accepts", [(), (b"Accept-Encoding: gzip",)], ids=["plain", "coded"])
+async def test_compressed_events_arrive_one_by_one(accepts: tuple[bytes, ...]) -> None:
     go_on = asyncio.Event()
     events = sse_events(["one", "two"])
 
@@ -276,10 +277,11 @@ async def test_compressed_events_arrive_one_by_one() -> None:
     async with fleet_of() as fleet:
         fleet.stub.script = script
         caller = await fleet.call()
-        await caller.send(post(STREAM, b"Accept-Encoding: gzip"))
+        await caller.send(post(STREAM, *accepts))
         head = await caller.read_until(b"\r\n\r\n")
         assert fleet.stub.calls[0].headers[b"accept-encoding"] == b"identity"
         if b"content-encoding: gzip" in head:
+            assert accepts
             unpack = zlib.decompressobj(31)
             size = int(await caller.reader.readline(), 16)
             assert unpack.decompress((await caller.reader.readexactly(size + 2))[:-2]) == events[0]
