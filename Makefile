@@ -105,6 +105,7 @@ docs: $(DEV)  ## build the documentation site into site/
 	$(BIN)/python tools/gen_cli.py
 	$(BIN)/python tools/gen_adapters.py
 	$(BIN)/python tools/gen_openapi.py
+	$(BIN)/python tools/gen_errors.py
 	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/python -m pip install --quiet --require-hashes -r requirements/docs.txt
 	$(BIN)/python -m mkdocs build --strict
 

@@ -27,7 +27,9 @@ from iop.wire.messages import StreamError, StreamErrorCode
 HERE = Path(__file__).parents[3]
 ROWS = dict(
     re.findall(
-        r"^\| `([a-z_]+)` \| (\d+) \|", (HERE / "docs/reference/http-errors.md").read_text(), re.MULTILINE
+        r"^\| \[`([a-z_]+)`\]\(errors/\1\.md\) \| (\d+) \|",
+        (HERE / "docs/reference/http-errors.md").read_text(),
+        re.MULTILINE,
     )
 )
 REASON = re.compile(r'reason="([A-Za-z_]+)"')
@@ -44,6 +46,13 @@ def test_every_code_has_its_line_in_the_catalogue() -> None:
     made = reasons_in_source() | {reason.value for reason in RefusalReason}
     assert made - set(ROWS) == set()
     assert {reason.lower() for reason in STATUS_BY_REASON} - set(ROWS) == set()
+
+
+@pytest.mark.clause("SF-06")
+def test_every_code_has_a_page_and_every_page_a_code() -> None:
+    pages = {page.stem for page in (HERE / "docs/reference/errors").glob("*.md")}
+    assert pages == set(ROWS)
+    assert {reason.value for reason in RefusalReason} | reasons_in_source() <= pages
 
 
 @pytest.mark.clause("SF-06", "SF-09")
