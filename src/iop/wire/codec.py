@@ -274,14 +274,23 @@ _RUN_ID_BYTES_MAX: Final = 127  # longer ones take the general path: their lengt
 
 def varint(value: int) -> bytes:
     """Protobuf's base-128 form of a number that is not negative."""
-    if value < 0x80:
-        return bytes((value,))
+    if value < _KNOWN_VARINTS:
+        return _VARINTS[value]
+    return _make_varint(value)
+
+
+def _make_varint(value: int) -> bytes:
     parts = bytearray()
     while value >= 0x80:
         parts.append(value & 0x7F | 0x80)
         value >>= 7
     parts.append(value)
     return bytes(parts)
+
+
+_KNOWN_VARINTS: Final = 1024
+_VARINTS: Final = tuple(_make_varint(value) for value in range(_KNOWN_VARINTS))
+"""Sizes and sequences of small frames: three of them stand in each. More would be memory for less."""
 
 
 def string_field(key: int, text: str) -> bytes:

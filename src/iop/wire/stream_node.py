@@ -232,12 +232,18 @@ class NodeStream:
         """Frames up to one lane's turn; small answers go whole in one turn."""
         pulled = 0
         room = min(budget, BODY_FRAME_BYTES_MAX)
-        while room > pulled and self.can_send:
+        while self._queue and room > pulled:
             first = self._queue[0]
-            if isinstance(first, TunnelFrame | RunEvent):
+            if isinstance(first, TunnelFrame):
                 size = self._pull_message(first, out, budget - pulled)
-            else:
+            elif isinstance(first, RunEvent):
+                if first.credit_bytes > self._credit.available:
+                    break
+                size = self._pull_message(first, out, budget - pulled)
+            elif self._credit.available > 0:
                 size = self._pull_body(out, room - pulled)
+            else:
+                break
             if not size:
                 break
             pulled += size
