@@ -38,6 +38,7 @@ from iop.adapters.http_exchange import (
 from iop.adapters.http_tunnel import HttpTunnel, engine_headers, refuse_tunnel
 from iop.adapters.http_upstream import CONNECT_TIMEOUT_S, HttpUpstream
 from iop.adapters.profiles import (
+    BUILT_IN_PROFILES,
     DEFAULT_PROFILE,
     ForbiddenPathError,
     UnknownOperationError,
@@ -225,7 +226,7 @@ class OpenAICompatAdapter(Controlled):
                 return frozenset()  # it does not even answer: nothing can be learnt so
             statuses[name] = response.status
         # What somebody wrote out is believed; the built-in profile only says what there may be.
-        believed = frozenset() if self._profile == DEFAULT_PROFILE else frozenset(paths)
+        believed = frozenset() if self._profile in BUILT_IN_PROFILES else frozenset(paths)
         return absent_of(statuses) - believed
 
     async def _look(self, path: bytes) -> bytes:

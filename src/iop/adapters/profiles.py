@@ -21,6 +21,18 @@ DEFAULT_PROFILE: Final = ProtocolProfile(
 )
 """For a config that carries none; an engine that lacks one of these says so itself."""
 
+VLLM_PROFILE: Final = ProtocolProfile(
+    name=DEFAULT_PROFILE.name,
+    operations={
+        **DEFAULT_PROFILE.operations,
+        "tokenize": ProfileOperation(method="POST", path="/tokenize"),
+    },
+)
+"""The same for vLLM, whose tokenizer takes chats."""
+
+BUILT_IN_PROFILES: Final = (DEFAULT_PROFILE, VLLM_PROFILE)
+"""What nobody wrote out: it says what there may be."""
+
 _METHODS: Final = frozenset({"GET", "POST"})
 
 _PATH: Final = re.compile(r"/[!$&'()*+,;=:@A-Za-z0-9._~/%?-]*")

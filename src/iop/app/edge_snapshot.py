@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-from iop.adapters.profiles import DEFAULT_PROFILE
+from iop.adapters.profiles import DEFAULT_PROFILE, VLLM_PROFILE
 from iop.adapters.registry import adapter_types
 from iop.config.tree import Adapter, EdgeConfig, Model, NodeEntry
 from iop.config.tree import ProtocolProfile as ProfileSection
@@ -252,14 +252,14 @@ def _settings(adapter: Adapter) -> AdapterSettings | None:
         endpoint=endpoint,
         api_key=adapter.api_key.reveal() if adapter.api_key is not None else "",
         tls_ca_pem=_ca(adapter),
-        protocol_profile=_profile(adapter.profile),
+        protocol_profile=_profile(adapter.profile, adapter.type),
     )
 
 
-def _profile(profile: str | ProfileSection) -> ProtocolProfile:
+def _profile(profile: str | ProfileSection, kind: str) -> ProtocolProfile:
     """Resolve it: the Node looks nothing up (EN-55)."""
     if isinstance(profile, str):
-        return DEFAULT_PROFILE
+        return VLLM_PROFILE if kind == "vllm" else DEFAULT_PROFILE
     return ProtocolProfile(
         name="written out",
         operations={

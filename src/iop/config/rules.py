@@ -29,7 +29,9 @@ __all__ = [
     "warn_node",
 ]
 
-PROFILE_OPERATIONS: Final = ("models", "chat_completions", "messages", "count_tokens", "responses")
+PROFILE_OPERATIONS: Final = (
+    "models", "chat_completions", "messages", "count_tokens", "tokenize", "responses",
+)  # fmt: skip
 """Operations that a protocol profile may name (EN-51)."""
 
 PERMISSIONS: Final = (

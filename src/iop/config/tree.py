@@ -308,7 +308,7 @@ class ProtocolProfile:
 
     operations: Mapping[str, ProfileOperation] = field(
         default_factory=dict,
-        metadata=_doc("by operation: models, chat_completions, messages, count_tokens, responses"),
+        metadata=_doc("by operation: models, chat_completions, messages, count_tokens, tokenize, responses"),
     )
 
 

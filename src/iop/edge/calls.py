@@ -22,6 +22,7 @@ CONVERSIONS: Mapping[str, tuple[str, ...]] = {
     "chat_completions": ("messages", "responses"),
     "messages": ("chat_completions", "responses"),
     "responses": ("chat_completions", "messages"),
+    "count_tokens": ("tokenize",),
 }
 """What else a provider may be asked where it does not offer an operation: the surface converts (SF-01). First choice
 first."""
@@ -49,7 +50,10 @@ OPERATIONS: frozenset[str] = frozenset(
 )
 """Everything that a provider can have a route for."""
 
-SIDE_OPERATIONS: frozenset[str] = frozenset({"count_tokens"})
+TOKENIZE = "tokenize"
+"""A tokenizer's route for chats, which counts where a provider has no route for counts."""
+
+SIDE_OPERATIONS: frozenset[str] = frozenset({"count_tokens", OWN["count_tokens"]})
 """What occupies no generation slot: it is answered from a tokenizer (SF-14)."""
 
 SIDE_WORK_MAX = 4

@@ -386,7 +386,7 @@ def _log_end(request: TunnelRequest | RunRequest, request_id: str, code: str) ->
 
 def _is_side_work(request: TunnelRequest) -> bool:
     """Counting tokens takes no generation slot (SF-14), whether it comes by name or by path."""
-    return request.operation == "count_tokens" or (
+    return request.operation in {"count_tokens", "tokenize"} or (
         not request.operation and request.path.partition("?")[0] == "/v1/messages/count_tokens"
     )
 

@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from iop.adapters.profiles import DEFAULT_PROFILE
+from iop.adapters.profiles import DEFAULT_PROFILE, VLLM_PROFILE
 from iop.adapters.registry import adapter_types, create_adapter
 from iop.api.http.keys import ApiKeys, ApiKeySpec
 from iop.api.http.limits import HttpLimits
@@ -126,7 +126,7 @@ def snapshot(
     kind = "ollama" if is_ollama else "openai_compat"
     profile = DEFAULT_PROFILE
     if operations is not None:
-        named = {name: each for name, each in profile.operations.items() if name in operations}
+        named = {name: each for name, each in VLLM_PROFILE.operations.items() if name in operations}
         profile = replace(profile, operations=named)
     adapter = AdapterConfig(
         name="main",

@@ -13,7 +13,7 @@ from typing import Any, Final
 from iop.api.http.convert.plan import conversion_for
 from iop.api.http.limits import HttpLimits
 from iop.core.ids import NodeId, ProviderId
-from iop.edge.calls import RUN_OPERATIONS, ProviderKey, Route
+from iop.edge.calls import RUN_OPERATIONS, TOKENIZE, ProviderKey, Route
 from iop.edge.snapshot import AdapterSpec, EdgeSnapshot, ModelSpec
 from iop.wire.messages import ProviderSnapshot
 from iop.wire.model_facts import ABSENT_OPERATIONS, MODEL_FACTS, ModelFacts, decode_facts, read_names
@@ -32,6 +32,8 @@ PATHS: Final = {
     "count_tokens": "/v1/messages/count_tokens",
 }
 """Every route that a model may have, by its operation."""
+
+_KNOWN: Final = frozenset({*PATHS, TOKENIZE})
 
 _NOTHING: Final[frozenset[str]] = frozenset()
 _DOWN: Final = frozenset({"unavailable"})
@@ -66,7 +68,7 @@ class SurfaceMatrix:
         offered: set[str] = set()
         for key, adapter in _members(snapshot, model):
             if adapter.route is Route.TUNNEL:
-                offered |= self._offered(key, adapter)
+                offered |= self._offered(key, adapter) - {TOKENIZE}
         return sorted(offered)
 
     def of(self, snapshot: EdgeSnapshot, model: ModelSpec) -> dict[str, Any]:
@@ -83,8 +85,8 @@ class SurfaceMatrix:
     def _offered(self, key: ProviderKey, adapter: AdapterSpec) -> frozenset[str]:
         if adapter.route is Route.RUN:
             return RUN_OPERATIONS
-        configured = adapter.operations or frozenset(PATHS)
-        return configured.intersection(PATHS) - self.absent(key)
+        configured = (adapter.operations or frozenset(PATHS)) | adapter.profile_operations
+        return (configured & _KNOWN) - self.absent(key)
 
     def _routes(self, snapshot: EdgeSnapshot, model: ModelSpec) -> dict[str, Any]:
         ways: dict[str, set[str]] = {}

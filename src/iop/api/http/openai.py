@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from iop import __version__
 from iop.api.http.bulk import BULK_BYTES
 from iop.api.http.bulk_lane import BulkLane
+from iop.api.http.convert.counting import NOT_COUNTABLE, TokenizeRelay, tokenize_call, tokenize_request
 from iop.api.http.convert.hook import Conversion
 from iop.api.http.convert.plan import conversion_for, plan_request
 from iop.api.http.convert.writers import AnswerTerms
@@ -46,6 +47,7 @@ from iop.core.ids import RequestId
 from iop.edge.calls import (
     OPERATIONS,
     RUN_OPERATIONS,
+    TOKENIZE,
     CannotBeSaidError,
     DispatchRequest,
     PrepareCall,
@@ -353,7 +355,8 @@ class EdgeHttp:
                 request, partial(self._prepare, exchange), on_wait=partial(self._tell_place, exchange)
             )
         except Unsupported as error:
-            if operation.name != "count_tokens" or not _offers_messages(error):
+            is_countable = error.reason == NOT_COUNTABLE or _offers_messages(error)
+            if operation.name != "count_tokens" or not is_countable:
                 raise
             self._answer_estimate(exchange, visit, fields)
             return
@@ -384,7 +387,9 @@ class EdgeHttp:
             offered = (target.operations or OPERATIONS) - self._matrix.absent(target.key)
         else:
             offered = RUN_OPERATIONS
-        if (other := conversion_for(operation.name, offered)) is not None:
+        if (other := conversion_for(operation.name, offered)) == TOKENIZE:
+            call = self._tokenize(exchange, visit, target)
+        elif other is not None:
             call = self._convert(exchange, operation, visit, target, other)
         elif target.route is Route.TUNNEL:
             visit.relay = self._tunnel_relay(exchange, operation, visit, target)
@@ -445,6 +450,24 @@ class EdgeHttp:
             return conversion.tunnel_call(tunnel, session_id=visit.session, request_id=visit.request_id)
         visit.relay = run = conversion.run_relay()
         return conversion.run_call(run, session_id=visit.session)
+
+    def _tokenize(self, exchange: Exchange, visit: _Visit, target: ServedTarget) -> TunnelCall:
+        """Ask the provider's tokenizer for a count that it has no route for (SF-14)."""
+        fields: RequestFields = visit.fields
+        try:
+            parts, made_bytes = tokenize_request(fields, model=target.target)
+        except InvalidRequest:
+            message = "The provider's tokenizer cannot count this request."
+            raise CannotBeSaidError(Unsupported(message, reason=NOT_COUNTABLE)) from None
+        exchange.hold_made(made_bytes)
+        visit.relay = relay = TokenizeRelay(
+            exchange,
+            estimate=lambda: self._answer_estimate(exchange, visit, fields),
+            bytes_max=self._limits.sse_event_bytes,
+            begin=self._begin_answer,
+            fail=self.on_error,
+        )
+        return tokenize_call(exchange, relay, parts, session_id=visit.session, request_id=visit.request_id)
 
     def _tunnel_relay(
         self, exchange: Exchange, operation: _Operation, visit: _Visit, target: ServedTarget

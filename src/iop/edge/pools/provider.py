@@ -14,6 +14,7 @@ from iop.edge.calls import (
     RUN_OPERATIONS,
     SIDE_OPERATIONS,
     SIDE_WORK_MAX,
+    TOKENIZE,
     ProviderKey,
     Route,
     ways_to,
@@ -139,8 +140,8 @@ class Provider:
 
 def _configured(spec: AdapterSpec) -> frozenset[str]:
     if spec.operations is not None:
-        return spec.operations & OPERATIONS
-    return RUN_OPERATIONS if spec.route is Route.RUN else OPERATIONS
+        return spec.operations & (OPERATIONS | {TOKENIZE})
+    return RUN_OPERATIONS if spec.route is Route.RUN else OPERATIONS | (spec.profile_operations & {TOKENIZE})
 
 
 def _served_by(offered: frozenset[str]) -> frozenset[str]:
