@@ -8,12 +8,14 @@ import json
 import socket
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from iop.adapters.base import Adapter
 from iop.adapters.registry import create_adapter
 from iop.testing.adapter_suite import TunnelRecorder, adapter_services, tunnel_request
 from iop.wire.messages import AdapterConfig, OpenAICompatSettings
+
+AnyAdapter = TypeVar("AnyAdapter", bound=Adapter)
 
 
 def config_of(kind: str, endpoint: str, *targets: str) -> AdapterConfig:
@@ -32,7 +34,14 @@ async def running(
     config: AdapterConfig, environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[Adapter]:
     """The registry's adapter for it, started and probed, on a Node with this environment."""
-    adapter = create_adapter(config, replace(adapter_services(), environment=environment or {}))
+    services = replace(adapter_services(), environment=environment or {})
+    async with started(create_adapter(config, services)) as adapter:
+        yield adapter
+
+
+@contextlib.asynccontextmanager
+async def started(adapter: AnyAdapter) -> AsyncIterator[AnyAdapter]:
+    """It, started and probed, and closed in the end."""
     async with asyncio.TaskGroup() as tasks:
         await adapter.start(tasks)
         try:

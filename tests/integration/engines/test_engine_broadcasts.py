@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines_rig import config_of, running
+from engines_steps import GROUP, PAUSE, do, facing
 from replay_engine import Answer, ReplayEngine
 from sglang_stub import Sglang
 from vllm_replay import TRANSFER, VllmReplay
@@ -16,51 +16,28 @@ from vllm_replay import TRANSFER, VllmReplay
 from iop.adapters.base import Adapter
 from iop.admin.enums import (
     AdminErrorCode,
-    AdmissionPolicy,
     DistributedBackend,
-    PauseMode,
     TensorDtype,
     WeightSourceKind,
 )
-from iop.admin.requests import DistributedSource, IpcSource, PauseSpec, TensorSpec
+from iop.admin.requests import DistributedSource, IpcSource, TensorSpec
 from iop.admin.steps import (
     ApplyWeightsStep,
     CommitWeightsStep,
-    PauseStep,
     PrepareWeightsStep,
-    Step,
-    StepResult,
     UndoWeightsStep,
     VerifyWeightsStep,
 )
 from iop.core.errors import Unsupported
-from iop.testing.adapter_suite import assert_all_ok, step_call
-
-PAUSE = PauseStep(pause=PauseSpec(mode=PauseMode.DRAIN, admission=AdmissionPolicy.QUEUE))
-GROUP = DistributedSource(
-    backend=DistributedBackend.NCCL,
-    master_host="trainer",
-    master_port=29_500,
-    world_size=3,
-    rank_offset=1,
-    group_name="g1",
-    tensors=(TensorSpec(name="head", dtype=TensorDtype.BFLOAT16, shape=(2, 3)),),
-)
+from iop.testing.adapter_suite import assert_all_ok
 
 
 @contextlib.asynccontextmanager
 async def in_front_of(kind: str, engine: ReplayEngine) -> AsyncIterator[Adapter]:
-    async with (
-        engine.upstream().serving() as upstream,
-        running(config_of(kind, upstream.endpoint)) as adapter,
-    ):
+    async with facing(kind, engine) as adapter:
         await do(adapter, PAUSE)
         engine.forget()
         yield adapter
-
-
-async def do(adapter: Adapter, body: Step) -> StepResult:
-    return await adapter.execute_step(step_call(adapter, body), lambda _: None)
 
 
 def apply(source: DistributedSource = GROUP) -> ApplyWeightsStep:

@@ -14,6 +14,7 @@ import pytest
 from engines_fleet import EngineFleet
 from engines_models import ANSWER, OTHER_ANSWER, Engine
 from engines_rig import HELLO, EngineHarness, ask, begin, config_of, running, said
+from engines_steps import PAUSE, do, released
 from llama_server import LlamaServer, llama_server
 
 from iop.adapters.base import Adapter, Health
@@ -28,15 +29,14 @@ from iop.admin.enums import (
     WeightRetention,
 )
 from iop.admin.requests import PauseSpec
-from iop.admin.steps import FlushStep, PauseStep, ReleaseStep, RestoreStep, ResumeStep, Step, StepResult
+from iop.admin.steps import FlushStep, PauseStep, ReleaseStep, RestoreStep, ResumeStep
 from iop.core.errors import PreconditionFailed
 from iop.testing import adapter_suite
-from iop.testing.adapter_suite import TunnelRecorder, assert_all_ok, step_call
+from iop.testing.adapter_suite import TunnelRecorder, assert_all_ok
 from iop.testing.waiting import eventually
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(180)]
 
-PAUSE = PauseStep(pause=PauseSpec(mode=PauseMode.DRAIN, admission=AdmissionPolicy.QUEUE))
 RELEASE = ReleaseStep(kinds=(ResourceKind.WEIGHTS,), weight_retention=WeightRetention.DISCARD)
 RESTORE = RestoreStep(kinds=(ResourceKind.WEIGHTS,))
 FLUSH = FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL)
@@ -78,15 +78,6 @@ async def harness(router: LlamaServer) -> AsyncIterator[RouterHarness]:
 
 async def chat(adapter: Adapter, model: str, **more: object) -> TunnelRecorder:
     return await ask(adapter, {"model": model, "messages": HELLO, "temperature": 0, **more})
-
-
-async def do(adapter: Adapter, body: Step) -> StepResult:
-    return await adapter.execute_step(step_call(adapter, body), lambda _: None)
-
-
-async def released(adapter: Adapter) -> frozenset[ResourceKind] | None:
-    (back,) = await adapter.read_back([adapter.participants()[0].participant_id])
-    return back.released
 
 
 @pytest.mark.clause("AD-37", "AD-40", "AD-41")

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from engines_rig import ask, config_of, running
+from engines_rig import ask
+from engines_steps import do, facing, released
 from llamacpp_replay import BARE, ROUTER, SINGLE, Router, Single
 from replay_engine import Answer, ReplayEngine
 
@@ -24,9 +25,9 @@ from iop.admin.enums import (
     WeightRetention,
 )
 from iop.admin.requests import DiskSource, PauseSpec
-from iop.admin.steps import FlushStep, PauseStep, ReleaseStep, RestoreStep, Step, StepResult
+from iop.admin.steps import FlushStep, PauseStep, ReleaseStep, RestoreStep
 from iop.core.errors import PreconditionFailed, Unsupported
-from iop.testing.adapter_suite import assert_all_ok, step_call
+from iop.testing.adapter_suite import assert_all_ok
 
 PAUSE = PauseStep(pause=PauseSpec(mode=PauseMode.ABORT, admission=AdmissionPolicy.QUEUE))
 RELEASE = ReleaseStep(kinds=(ResourceKind.WEIGHTS,), weight_retention=WeightRetention.DISCARD)
@@ -36,21 +37,8 @@ FLUSH = FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL)
 
 @contextlib.asynccontextmanager
 async def in_front_of(engine: ReplayEngine, *targets: str) -> AsyncIterator[Adapter]:
-    async with (
-        engine.upstream().serving() as upstream,
-        running(config_of("llamacpp", upstream.endpoint, *targets)) as adapter,
-    ):
-        engine.forget()
+    async with facing("llamacpp", engine, *targets) as adapter:
         yield adapter
-
-
-async def do(adapter: Adapter, body: Step) -> StepResult:
-    return await adapter.execute_step(step_call(adapter, body), lambda _: None)
-
-
-async def released(adapter: Adapter) -> frozenset[ResourceKind] | None:
-    (back,) = await adapter.read_back([adapter.participants()[0].participant_id])
-    return back.released
 
 
 @pytest.mark.clause("AD-37", "AD-43", "AD-44")

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from engines_rig import config_of
+from engines_steps import do, facing
 from replay_engine import Answer, Asked, ReplayEngine
 from sglang_stub import Sglang
 
-from iop.adapters.base import Adapter, AdapterServices
+from iop.adapters.base import Adapter
 from iop.adapters.engine_profiles import DIRECTORY_VARIABLE, prefix_of
-from iop.adapters.registry import create_adapter
 from iop.admin.enums import AdminErrorCode, AdminOperationKind, ProfilerKind
-from iop.admin.steps import StartProfileStep, Step, StepResult, StopProfileStep
+from iop.admin.steps import StartProfileStep, StopProfileStep
 from iop.core.errors import Unsupported
 from iop.testing.adapter_suite import (
-    SystemTestClock,
     TunnelRecorder,
     assert_all_ok,
-    step_call,
     tunnel_request,
 )
 
@@ -60,27 +55,15 @@ class Trtllm(ReplayEngine):
         return Answer.of({"message": "Profiling stopped"})
 
 
-@contextlib.asynccontextmanager
-async def in_front_of(kind: str, engine: ReplayEngine, directory: Path | None) -> AsyncIterator[Adapter]:
+def in_front_of(
+    kind: str, engine: ReplayEngine, directory: Path | None
+) -> AbstractAsyncContextManager[Adapter]:
     environment = {DIRECTORY_VARIABLE: str(directory)} if directory is not None else {}
-    services = AdapterServices(clock=SystemTestClock(), environment=environment)
-    async with engine.upstream().serving() as upstream, asyncio.TaskGroup() as tasks:
-        adapter = create_adapter(config_of(kind, upstream.endpoint), services)
-        await adapter.start(tasks)
-        try:
-            await adapter.probe()
-            engine.forget()
-            yield adapter
-        finally:
-            await adapter.aclose()
+    return facing(kind, engine, environment=environment)
 
 
 def engine_of(kind: str) -> ReplayEngine:
     return Sglang() if kind == "sglang" else Trtllm()
-
-
-async def do(adapter: Adapter, body: Step) -> StepResult:
-    return await adapter.execute_step(step_call(adapter, body), lambda _: None)
 
 
 async def fetched(adapter: Adapter, uri: str) -> bytes:

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engines_rig import config_of
+from engines_steps import PAUSE, do, facing
 from replay_engine import ReplayEngine
 from safetensors.numpy import load_file, save_file
 from sglang_stub import Sglang
 from vllm_replay import VllmReplay
 
-from iop.adapters.base import Adapter, AdapterServices
-from iop.adapters.registry import create_adapter
+from iop.adapters.base import Adapter
 from iop.adapters.staged_weights import DIRECTORY_VARIABLE
 from iop.admin.enums import (
     AdminErrorCode,
-    AdmissionPolicy,
-    PauseMode,
     TensorDtype,
     WeightSourceKind,
 )
-from iop.admin.requests import InlineTensor, InlineTensorSource, PauseSpec, TensorSpec
+from iop.admin.requests import InlineTensor, InlineTensorSource, TensorSpec
 from iop.admin.steps import (
     ApplyWeightsStep,
     CommitWeightsStep,
-    PauseStep,
     PrepareWeightsStep,
-    Step,
-    StepResult,
     UndoWeightsStep,
 )
 from iop.core.errors import Unsupported
-from iop.testing.adapter_suite import SystemTestClock, assert_all_ok, step_call
+from iop.testing.adapter_suite import assert_all_ok
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
-PAUSE = PauseStep(pause=PauseSpec(mode=PauseMode.DRAIN, admission=AdmissionPolicy.QUEUE))
 
 
 @pytest.fixture
@@ -62,21 +54,10 @@ def engine_at(kind: str, current: Path) -> ReplayEngine:
 @contextlib.asynccontextmanager
 async def in_front_of(kind: str, engine: ReplayEngine, directory: Path | None) -> AsyncIterator[Adapter]:
     environment = {DIRECTORY_VARIABLE: str(directory)} if directory is not None else {}
-    services = AdapterServices(clock=SystemTestClock(), environment=environment)
-    async with engine.upstream().serving() as upstream, asyncio.TaskGroup() as tasks:
-        adapter = create_adapter(config_of(kind, upstream.endpoint), services)
-        await adapter.start(tasks)
-        try:
-            await adapter.probe()
-            await do(adapter, PAUSE)
-            engine.forget()
-            yield adapter
-        finally:
-            await adapter.aclose()
-
-
-async def do(adapter: Adapter, body: Step, operation: str = "op-1") -> StepResult:
-    return await adapter.execute_step(step_call(adapter, body, operation=operation), lambda _: None)
+    async with facing(kind, engine, environment=environment) as adapter:
+        await do(adapter, PAUSE)
+        engine.forget()
+        yield adapter
 
 
 def sent(value: float, shape: tuple[int, ...] = (2, 2), name: str = "head") -> InlineTensorSource:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines_rig import EngineHarness, config_of, running
+from engines_steps import do, facing
 from replay_engine import Answer, ReplayEngine
 from safetensors.numpy import save_file
 from sglang_stub import Sglang
@@ -35,14 +36,12 @@ from iop.admin.steps import (
     ReleaseStep,
     RestoreStep,
     ResumeStep,
-    Step,
-    StepResult,
     UndoWeightsStep,
     VerifyWeightsStep,
 )
 from iop.core.errors import PreconditionFailed, Unsupported
 from iop.testing import adapter_suite
-from iop.testing.adapter_suite import assert_all_ok, step_call
+from iop.testing.adapter_suite import assert_all_ok
 
 ALL = (ResourceKind.WEIGHTS, ResourceKind.KV_CACHE, ResourceKind.GRAPHS)
 KV = (ResourceKind.KV_CACHE,)
@@ -51,11 +50,7 @@ FLUSH = FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL)
 
 @contextlib.asynccontextmanager
 async def in_front_of(engine: Sglang) -> AsyncIterator[Adapter]:
-    async with (
-        engine.upstream().serving() as upstream,
-        running(config_of("sglang", upstream.endpoint)) as adapter,
-    ):
-        engine.forget()
+    async with facing("sglang", engine) as adapter:
         yield adapter
     assert not engine.is_dead
 
@@ -69,10 +64,6 @@ async def harness() -> AsyncIterator[EngineHarness]:
 @pytest.mark.clause("AD-37", "AD-40", "AD-41")
 class TestSharedAdminSuite(adapter_suite.AdminSuite):
     pass
-
-
-async def do(adapter: Adapter, body: Step) -> StepResult:
-    return await adapter.execute_step(step_call(adapter, body), lambda _: None)
 
 
 def pause(mode: PauseMode) -> PauseStep:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -11,33 +10,27 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
-from engines_rig import config_of
+from engines_rig import config_of, running
+from engines_steps import PAUSE, do, released
 
-from iop.adapters.base import Adapter, AdapterServices, Health
-from iop.adapters.registry import create_adapter
+from iop.adapters.base import Adapter, Health
 from iop.admin.enums import (
     AdminErrorCode,
     AdminOperationKind,
-    AdmissionPolicy,
-    PauseMode,
     ResourceKind,
     WeightRetention,
 )
-from iop.admin.requests import PauseSpec
-from iop.admin.steps import PauseStep, ReleaseStep, RestoreStep, Step, StepResult
+from iop.admin.steps import ReleaseStep, RestoreStep
 from iop.core.errors import PreconditionFailed, Unsupported
 from iop.testing import adapter_suite
 from iop.testing.adapter_suite import (
     ScriptedUpstream,
-    SystemTestClock,
     UpstreamRequest,
     assert_all_ok,
     plain_answer,
-    step_call,
 )
 
 KEY = "shared-with-the-engine"
-PAUSE = PauseStep(pause=PauseSpec(mode=PauseMode.DRAIN, admission=AdmissionPolicy.QUEUE))
 BOTH = (ResourceKind.WEIGHTS, ResourceKind.KV_CACHE)
 MEMORY = {AdminOperationKind.RELEASE_RESOURCES, AdminOperationKind.RESTORE_RESOURCES}
 
@@ -96,18 +89,12 @@ class Trtllm:
 
 @contextlib.asynccontextmanager
 async def in_front_of(engine: Trtllm, key: str = KEY) -> AsyncIterator[Adapter]:
-    async with ScriptedUpstream(engine).serving() as upstream:
-        services = AdapterServices(
-            clock=SystemTestClock(), environment={"TRTLLM_RUNTIME_CONTROL_API_KEY": key} if key else {}
-        )
-        adapter = create_adapter(config_of("trtllm", upstream.endpoint), services)
-        async with asyncio.TaskGroup() as tasks:
-            await adapter.start(tasks)
-            try:
-                await adapter.probe()
-                yield adapter
-            finally:
-                await adapter.aclose()
+    environment = {"TRTLLM_RUNTIME_CONTROL_API_KEY": key} if key else {}
+    async with (
+        ScriptedUpstream(engine).serving() as upstream,
+        running(config_of("trtllm", upstream.endpoint), environment) as adapter,
+    ):
+        yield adapter
 
 
 @dataclass
@@ -130,18 +117,9 @@ class TestSharedPauseSuite(adapter_suite.PauseSuite):
     pass
 
 
-async def do(adapter: Adapter, body: Step) -> StepResult:
-    return await adapter.execute_step(step_call(adapter, body), lambda _: None)
-
-
 def release(*kinds: ResourceKind) -> ReleaseStep:
     retention = WeightRetention.OFFLOAD_TO_HOST if ResourceKind.WEIGHTS in kinds else None
     return ReleaseStep(kinds=kinds, weight_retention=retention)
-
-
-async def released(adapter: Adapter) -> frozenset[ResourceKind] | None:
-    (back,) = await adapter.read_back([adapter.participants()[0].participant_id])
-    return back.released
 
 
 @pytest.mark.clause("AD-37", "AD-43", "AD-44")

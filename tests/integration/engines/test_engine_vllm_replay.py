@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from engines_rig import EngineHarness, ask, config_of
+from engines_rig import EngineHarness, ask, config_of, started
+from engines_steps import GROUP, do, error_of
 from replay_engine import Answer
 from vllm_replay import DEV, NOT_FOUND, PLAIN, VllmReplay
 
@@ -22,7 +22,6 @@ from iop.admin.enums import (
     BusyPolicy,
     CacheKind,
     CacheOutcome,
-    DistributedBackend,
     DrainTimeoutAction,
     PauseMode,
     ProfilerKind,
@@ -31,8 +30,7 @@ from iop.admin.enums import (
     WeightRetention,
     WeightSourceKind,
 )
-from iop.admin.requests import DiskSource, DistributedSource, FileDigest, PauseSpec
-from iop.admin.results import ParticipantError
+from iop.admin.requests import DiskSource, FileDigest, PauseSpec
 from iop.admin.steps import (
     ApplyWeightsStep,
     CommitWeightsStep,
@@ -44,14 +42,13 @@ from iop.admin.steps import (
     ResumeStep,
     StartProfileStep,
     Step,
-    StepResult,
     StopProfileStep,
     UndoWeightsStep,
     VerifyWeightsStep,
 )
 from iop.core.errors import PreconditionFailed, Unavailable, Unsupported
 from iop.testing import adapter_suite
-from iop.testing.adapter_suite import adapter_services, assert_all_ok, step_call
+from iop.testing.adapter_suite import adapter_services, assert_all_ok
 from iop.wire.messages import OpenAICompatSettings
 
 Memory = Callable[[], Awaitable[int | None]]
@@ -71,14 +68,9 @@ async def in_front_of(engine: VllmReplay, memory: Memory = not_measured) -> Asyn
         assert isinstance(config.settings, OpenAICompatSettings)
         control = VllmControl(config.settings, adapter_services(), device_memory=memory)
         adapter = NativeHttpAdapter(config, adapter_services(), control)
-        async with asyncio.TaskGroup() as tasks:
-            await adapter.start(tasks)
-            try:
-                await adapter.probe()
-                engine.forget()
-                yield adapter
-            finally:
-                await adapter.aclose()
+        async with started(adapter):
+            engine.forget()
+            yield adapter
 
 
 @pytest.fixture
@@ -90,16 +82,6 @@ async def harness() -> AsyncIterator[EngineHarness]:
 @pytest.mark.clause("AD-37", "AD-40", "AD-41")
 class TestSharedAdminSuite(adapter_suite.AdminSuite):
     pass
-
-
-async def do(adapter: NativeHttpAdapter, body: Step) -> StepResult:
-    return await adapter.execute_step(step_call(adapter, body), lambda _: None)
-
-
-async def error_of(adapter: NativeHttpAdapter, body: Step) -> ParticipantError:
-    (outcome,) = (await do(adapter, body)).participants
-    assert outcome.error is not None
-    return outcome.error
 
 
 def pause(
@@ -224,14 +206,19 @@ async def test_a_pause_answered_but_not_in_force_fails() -> None:
         assert error.code is AdminErrorCode.VERIFICATION_FAILED
 
 
+async def assert_out_of_time(adapter: NativeHttpAdapter, engine: VllmReplay) -> None:
+    """A drain ends as such, and nothing was told to the engine."""
+    error = await error_of(adapter, pause(PauseMode.DRAIN, timeout_ms=50, then=DrainTimeoutAction.FAIL))
+    assert error.code is AdminErrorCode.DRAIN_TIMEOUT
+    assert engine.posts() == []
+
+
 @pytest.mark.clause("AD-41")
 async def test_a_drain_out_of_time_never_calls_the_engines_endless_wait() -> None:
     engine = VllmReplay()
     engine.running = 1
     async with in_front_of(engine) as adapter:
-        error = await error_of(adapter, pause(PauseMode.DRAIN, timeout_ms=50, then=DrainTimeoutAction.FAIL))
-        assert error.code is AdminErrorCode.DRAIN_TIMEOUT
-        assert engine.posts() == []
+        await assert_out_of_time(adapter, engine)
         result = await do(adapter, pause(PauseMode.DRAIN, timeout_ms=50, then=DrainTimeoutAction.ABORT))
         assert_all_ok(result)
         assert result.work.aborted == 1
@@ -244,9 +231,7 @@ async def test_a_drain_waits_for_what_the_engine_holds_back_too() -> None:
     engine = VllmReplay()
     engine.waiting = 1
     async with in_front_of(engine) as adapter:
-        error = await error_of(adapter, pause(PauseMode.DRAIN, timeout_ms=50, then=DrainTimeoutAction.FAIL))
-        assert error.code is AdminErrorCode.DRAIN_TIMEOUT
-        assert engine.posts() == []
+        await assert_out_of_time(adapter, engine)
 
 
 @pytest.mark.clause("AD-35", "AD-43")
@@ -606,20 +591,11 @@ async def test_a_discard_that_the_platform_cannot_do_is_told_in_the_engines_word
 @pytest.mark.clause("AD-15", "AD-45")
 async def test_tensors_over_a_group_are_refused_before_anything_is_sent() -> None:
     engine = VllmReplay()
-    group = DistributedSource(
-        backend=DistributedBackend.NCCL,
-        master_host="trainer",
-        master_port=1,
-        world_size=2,
-        rank_offset=1,
-        group_name="g",
-        tensors=(),
-    )
     async with in_front_of(engine) as adapter:
         (info,) = adapter.participants()
         assert info.capabilities.weight_sources == {WeightSourceKind.DISK}
         with pytest.raises(Unsupported, match="disk"):
-            await do(adapter, PrepareWeightsStep(model="m", source=group, weight_version="v"))
+            await do(adapter, PrepareWeightsStep(model="m", source=GROUP, weight_version="v"))
         assert engine.posts() == []
 
 
