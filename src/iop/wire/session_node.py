@@ -203,7 +203,6 @@ class NodeSession(Session[NodeStream]):
         self._send(response, call_id)
 
     def _forget(self, stream: NodeStream) -> None:
-        stream.owner = None  # which knows the stream: both die without a search
         if self._streams.pop(stream.key, None) is not None:
             self._ended_runs[stream.key] = None
             if len(self._ended_runs) > ENDED_RUNS_MAX:

@@ -234,16 +234,11 @@ class NodeStream:
         room = min(budget, BODY_FRAME_BYTES_MAX)
         while self._queue and room > pulled:
             first = self._queue[0]
-            if isinstance(first, TunnelFrame):
-                size = self._pull_message(first, out, budget - pulled)
-            elif isinstance(first, RunEvent):
-                if first.credit_bytes > self._credit.available:
-                    break
-                size = self._pull_message(first, out, budget - pulled)
-            elif self._credit.available > 0:
-                size = self._pull_body(out, room - pulled)
+            if isinstance(first, TunnelFrame | RunEvent):
+                is_covered = isinstance(first, TunnelFrame) or first.credit_bytes <= self._credit.available
+                size = self._pull_message(first, out, budget - pulled) if is_covered else 0
             else:
-                break
+                size = self._pull_body(out, room - pulled) if self._credit.available > 0 else 0
             if not size:
                 break
             pulled += size

@@ -12,26 +12,17 @@ from typing import Any, Final
 
 from iop.api.http.convert.plan import conversion_for
 from iop.api.http.limits import HttpLimits
+from iop.api.http.operations import PATHS
 from iop.core.ids import NodeId, ProviderId
 from iop.edge.calls import RUN_OPERATIONS, TOKENIZE, ProviderKey, Route
 from iop.edge.snapshot import AdapterSpec, EdgeSnapshot, ModelSpec
 from iop.wire.messages import ProviderSnapshot
 from iop.wire.model_facts import ABSENT_OPERATIONS, MODEL_FACTS, ModelFacts, decode_facts, read_names
 
-__all__ = ["PATHS", "FindReport", "SurfaceMatrix", "nobody_told"]
+__all__ = ["FindReport", "SurfaceMatrix", "nobody_told"]
 
 FindReport = Callable[[NodeId, ProviderId], ProviderSnapshot | None]
 """What a Node last told of one of its engines; None while it is not there."""
-
-PATHS: Final = {
-    "chat_completions": "/v1/chat/completions",
-    "completions": "/v1/completions",
-    "embeddings": "/v1/embeddings",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages",
-    "count_tokens": "/v1/messages/count_tokens",
-}
-"""Every route that a model may have, by its operation."""
 
 _KNOWN: Final = frozenset({*PATHS, TOKENIZE})
 

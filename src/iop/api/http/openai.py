@@ -8,17 +8,16 @@ stood, nothing else changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-import msgspec
 import orjson
 from msgspec.structs import replace
 
 from iop import __version__
 from iop.api.http.bulk import BULK_BYTES
 from iop.api.http.bulk_lane import BulkLane
+from iop.api.http.caller_hints import priority_of, session_of
 from iop.api.http.convert.counting import NOT_COUNTABLE, TokenizeRelay, tokenize_call, tokenize_request
 from iop.api.http.convert.hook import Conversion
 from iop.api.http.convert.plan import conversion_for, plan_request
@@ -27,19 +26,22 @@ from iop.api.http.errors import Dialect, error_body, error_code, error_headers, 
 from iop.api.http.estimate import estimate_tokens, prompt_bytes
 from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList, check_body_coding
-from iop.api.http.headers import request_headers, request_id_of, trace_of
+from iop.api.http.headers import request_id_of, trace_of
 from iop.api.http.keys import ApiKeys, Caller
 from iop.api.http.limits import ByteBudget, HttpLimits
 from iop.api.http.matrix import FindReport, SurfaceMatrix, nobody_told
 from iop.api.http.metrics import SurfaceFigures
 from iop.api.http.models import list_models, model_entry
 from iop.api.http.openapi import DESCRIPTION_PATH, describe
+from iop.api.http.operations import GENERATING, Operation
+from iop.api.http.provider_calls import choices_of, run_call, tunnel_call, wants_usage
 from iop.api.http.pulse import comment_while_waiting
 from iop.api.http.relay import CountRelay, Relay
-from iop.api.http.rewrite import REASONING_NAMES, answer_rewrite, rewritten_parts
+from iop.api.http.rewrite import REASONING_NAMES, answer_rewrite
 from iop.api.http.routing import Routes
 from iop.api.http.runs import RunRelay
-from iop.api.http.splice import RequestFields, read_fields
+from iop.api.http.splice import RequestFields, is_false, read_fields
+from iop.api.http.visit import Visit
 from iop.api.strangers import Strangers
 from iop.core.clock import Clock
 from iop.core.errors import InvalidRequest, IopError, NotFound, Unauthenticated, Unsupported
@@ -60,20 +62,9 @@ from iop.edge.calls import (
 from iop.edge.chain import VIA_FIELD, read_via
 from iop.edge.dispatch import DispatchHandle
 from iop.edge.snapshot import EdgeSnapshot
-from iop.wire import run_metadata
 from iop.wire.messages import CancelReason
 
 __all__ = ["DispatchPort", "EdgeHttp"]
-
-PRIORITY_DIGITS_MAX: Final = 4
-"""Longest ``x-iop-priority``; the dispatcher clamps it anyway."""
-
-SESSION_BYTES_MAX: Final = 128
-"""Longest ``x-iop-session``; each is remembered for a while."""
-
-
-_RUN_METADATA: Final = {run_metadata.SCORED_DELTAS: "1"}
-"""Of a run whose caller may want scores: we read them."""
 
 _VIA_FIELD: Final = VIA_FIELD.encode("ascii")
 
@@ -103,63 +94,6 @@ class DispatchPort(Protocol):
     def record_departure(self, request_id: RequestId, model: str, *, caller: str = "") -> None:
         """Record a request whose caller left before it came to dispatch."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Operation:
-    """One generating route."""
-
-    name: str
-    path: str
-    dialect: Dialect
-
-
-_OPERATIONS: Final = (
-    _Operation(name="chat_completions", path="/v1/chat/completions", dialect=Dialect.CHAT),
-    _Operation(name="completions", path="/v1/completions", dialect=Dialect.COMPLETIONS),
-    _Operation(name="embeddings", path="/v1/embeddings", dialect=Dialect.PLAIN),
-    _Operation(name="responses", path="/v1/responses", dialect=Dialect.RESPONSES),
-    _Operation(name="messages", path="/v1/messages", dialect=Dialect.MESSAGES),
-    _Operation(name="count_tokens", path="/v1/messages/count_tokens", dialect=Dialect.MESSAGES),
-)
-
-
-class _Visit:
-    """What is known of one request while it is answered."""
-
-    __slots__ = (
-        "caller",
-        "fields",
-        "handle",
-        "is_dispatched",
-        "model",
-        "operation",
-        "relay",
-        "request_id",
-        "rest",
-        "session",
-    )
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.operation: _Operation | None = None
-        self.caller: Caller | None = None
-        self.model = ""
-        self.session = ""
-        self.fields: Any = None  # RequestFields from dispatch to the first byte
-        self.relay: Any = None  # Relay or RunRelay of the current attempt
-        self.handle: DispatchHandle | None = None
-        self.is_dispatched = False
-        self.rest = b""
-
-    def forget(self) -> None:
-        """Let go of what only another attempt would need."""
-        self.fields = self.relay = self.handle = None
-
-    @property
-    def dialect(self) -> Dialect:
-        """In whose words errors are told."""
-        return Dialect.CHAT if self.operation is None else self.operation.dialect
 
 
 class EdgeHttp:
@@ -202,11 +136,11 @@ class EdgeHttp:
         self._budget = ByteBudget(limits.buffered_bytes)
         self._lane = BulkLane()
         self.figures = SurfaceFigures()
-        self._routes: Routes[_Operation | Callable[[Exchange, _Visit], None]] = Routes(
+        self._routes: Routes[Operation | Callable[[Exchange, Visit], None]] = Routes(
             {
                 (b"GET", b"/v1/models"): self._list_models,
                 (b"GET", DESCRIPTION_PATH.encode()): self._describe,
-                **{(b"POST", operation.path.encode("ascii")): operation for operation in _OPERATIONS},
+                **{(b"POST", operation.path.encode("ascii")): operation for operation in GENERATING},
             },
             prefix=(b"/v1/models/", self._one_model),
         )
@@ -221,11 +155,11 @@ class EdgeHttp:
     def on_head(self, exchange: Exchange) -> None:
         """Admit or refuse by the head alone, before any body is read."""
         head = exchange.head
-        visit = _Visit(request_id_of(head) or self._make_id())
+        visit = Visit(request_id_of(head) or self._make_id())
         exchange.data = (None, visit)
         try:
             route, visit.rest = self._routes.find(head.method, head.path)
-            if isinstance(route, _Operation):
+            if isinstance(route, Operation):
                 visit.operation = route
             exchange.data = (route, visit)
             keys = self._find_keys()
@@ -255,7 +189,7 @@ class EdgeHttp:
     def on_request(self, exchange: Exchange, body: Sequence[bytes]) -> None:
         """Describe the request and dispatch it."""
         route, visit = exchange.data
-        if not isinstance(route, _Operation):
+        if not isinstance(route, Operation):
             route(exchange, visit)
             return
         size = len(body[0]) if len(body) == 1 else sum(map(len, body))
@@ -269,7 +203,7 @@ class EdgeHttp:
         )
 
     def _request_of(
-        self, exchange: Exchange, visit: _Visit, operation: _Operation, fields: RequestFields
+        self, exchange: Exchange, visit: Visit, operation: Operation, fields: RequestFields
     ) -> DispatchRequest:
         """What dispatch is asked, and whether the caller may."""
         caller = visit.caller
@@ -284,7 +218,7 @@ class EdgeHttp:
                 details={"field": "model"},
             )
         caller.check_model(fields.model, model.id, *model.aliases)
-        visit.session = _session(exchange, caller)
+        visit.session = session_of(exchange, caller)
         request = DispatchRequest(
             request_id=RequestId(visit.request_id),
             model=fields.model,
@@ -292,7 +226,7 @@ class EdgeHttp:
             estimated_prompt_tokens=estimate_tokens(
                 fields, threshold=model.long_context_tokens, bytes_per_token=snapshot.chars_per_token
             ),
-            priority=_priority(exchange, caller),
+            priority=priority_of(exchange, caller),
             session=visit.session,
             caller=caller.name,
         )
@@ -305,7 +239,7 @@ class EdgeHttp:
     def on_error(self, exchange: Exchange, error: IopError) -> None:
         """Answer in the caller's dialect, and say that it was us (SF-06, SF-09)."""
         data = exchange.data
-        visit = data[1] if data is not None else _Visit(self._make_id())
+        visit = data[1] if data is not None else Visit(self._make_id())
         reason = error_code(error)
         self.figures.refusals[reason] += 1
         if visit.operation is not None and visit.caller is not None and not visit.is_dispatched:
@@ -331,7 +265,7 @@ class EdgeHttp:
     # ---- generating routes ----
 
     async def _serve_bulk(
-        self, exchange: Exchange, visit: _Visit, operation: _Operation, body: Sequence[bytes]
+        self, exchange: Exchange, visit: Visit, operation: Operation, body: Sequence[bytes]
     ) -> None:
         """Read a large body beside everything else, then go on as with any."""
         fields = await self._lane.read(body, depth_max=self._limits.json_depth)
@@ -343,8 +277,8 @@ class EdgeHttp:
     async def _serve(
         self,
         exchange: Exchange,
-        visit: _Visit,
-        operation: _Operation,
+        visit: Visit,
+        operation: Operation,
         fields: RequestFields,
         request: DispatchRequest,
     ) -> None:
@@ -393,10 +327,10 @@ class EdgeHttp:
             call = self._convert(exchange, operation, visit, target, other)
         elif target.route is Route.TUNNEL:
             visit.relay = self._tunnel_relay(exchange, operation, visit, target)
-            call = _tunnel_call(exchange, operation, visit, target)
+            call = tunnel_call(exchange, operation, visit, target)
         elif operation.dialect in (Dialect.CHAT, Dialect.COMPLETIONS):
             visit.relay = self._run_relay(exchange, operation, visit, target)
-            call = _run_call(exchange, operation, visit, target)
+            call = run_call(exchange, operation, visit, target)
         else:
             raise Unsupported(
                 "The providers of this model serve chats and completions only.",
@@ -409,8 +343,8 @@ class EdgeHttp:
     def _convert(
         self,
         exchange: Exchange,
-        operation: _Operation,
-        visit: _Visit,
+        operation: Operation,
+        visit: Visit,
         target: ServedTarget,
         other: str,
     ) -> TunnelCall | RunCall:
@@ -451,7 +385,7 @@ class EdgeHttp:
         visit.relay = run = conversion.run_relay()
         return conversion.run_call(run, session_id=visit.session)
 
-    def _tokenize(self, exchange: Exchange, visit: _Visit, target: ServedTarget) -> TunnelCall:
+    def _tokenize(self, exchange: Exchange, visit: Visit, target: ServedTarget) -> TunnelCall:
         """Ask the provider's tokenizer for a count that it has no route for (SF-14)."""
         fields: RequestFields = visit.fields
         try:
@@ -470,7 +404,7 @@ class EdgeHttp:
         return tokenize_call(exchange, relay, parts, session_id=visit.session, request_id=visit.request_id)
 
     def _tunnel_relay(
-        self, exchange: Exchange, operation: _Operation, visit: _Visit, target: ServedTarget
+        self, exchange: Exchange, operation: Operation, visit: Visit, target: ServedTarget
     ) -> Relay:
         fields = visit.fields
         make: Callable[..., Relay] = Relay
@@ -479,7 +413,7 @@ class EdgeHttp:
         return make(
             exchange,
             dialect=operation.dialect,
-            choices=_choices(operation, fields),
+            choices=choices_of(operation, fields),
             event_bytes_max=self._limits.sse_event_bytes,
             rewrite=None
             if target.response_model == "provider" and not target.rewrites
@@ -493,7 +427,7 @@ class EdgeHttp:
         )
 
     def _run_relay(
-        self, exchange: Exchange, operation: _Operation, visit: _Visit, target: ServedTarget
+        self, exchange: Exchange, operation: Operation, visit: Visit, target: ServedTarget
     ) -> RunRelay:
         fields = visit.fields
         options = fields.raw.get("stream_options")
@@ -504,10 +438,10 @@ class EdgeHttp:
             model=visit.model if target.response_model == "alias" else target.target,
             created=self._clock.unix_nanos() // 1_000_000_000,
             is_stream=fields.is_stream,
-            has_usage=fields.is_stream and options is not None and _wants_usage(options),
+            has_usage=fields.is_stream and options is not None and wants_usage(options),
             has_tools="tools" in fields.raw,
             has_both_names=REASONING_NAMES in target.rewrites,
-            has_one_call=_is_false(fields.raw.get("parallel_tool_calls")),
+            has_one_call=is_false(fields.raw.get("parallel_tool_calls")),
             bytes_max=self._limits.sse_event_bytes,
             begin=self._begin_answer,
             fail=self.on_error,
@@ -517,7 +451,7 @@ class EdgeHttp:
         """At the provider's first byte: no other attempt can follow, so the body is let go; tell what we
         know.
         """
-        visit: _Visit = exchange.data[1]
+        visit: Visit = exchange.data[1]
         visit.forget()
         exchange.release_body()
         self._count(exchange, visit, status)
@@ -544,7 +478,7 @@ class EdgeHttp:
             headers.append((b"x-iop-provider", handle.provider_name.encode("ascii", "replace")))
         return headers
 
-    def _answer_estimate(self, exchange: Exchange, visit: _Visit, fields: RequestFields) -> None:
+    def _answer_estimate(self, exchange: Exchange, visit: Visit, fields: RequestFields) -> None:
         """Count tokens ourselves where no provider does, and say so (SF-14)."""
         visit.forget()
         count = int(prompt_bytes(fields) / self._find_snapshot().chars_per_token)
@@ -552,19 +486,19 @@ class EdgeHttp:
 
     # ---- models ----
 
-    def _list_models(self, exchange: Exchange, visit: _Visit) -> None:
+    def _list_models(self, exchange: Exchange, visit: Visit) -> None:
         entries = list_models(self._find_snapshot(), matrix=self._matrix, may_use=_may_use(visit))
         self._answer(exchange, visit, entries)
 
-    def _one_model(self, exchange: Exchange, visit: _Visit) -> None:
+    def _one_model(self, exchange: Exchange, visit: Visit) -> None:
         entry = model_entry(self._find_snapshot(), visit.rest, matrix=self._matrix, may_use=_may_use(visit))
         self._answer(exchange, visit, entry)
 
-    def _describe(self, exchange: Exchange, visit: _Visit) -> None:
+    def _describe(self, exchange: Exchange, visit: Visit) -> None:
         assert visit.caller is not None, "a request is admitted before it is answered"
         self._answer(exchange, visit, describe(__version__, needs_key=visit.caller.spec is not None))
 
-    def _answer(self, exchange: Exchange, visit: _Visit, value: object, *more: tuple[bytes, bytes]) -> None:
+    def _answer(self, exchange: Exchange, visit: Visit, value: object, *more: tuple[bytes, bytes]) -> None:
         self._count(exchange, visit, 200)
         headers: HeaderList = [
             (b"content-type", b"application/json"),
@@ -583,12 +517,12 @@ class EdgeHttp:
             (b"x-iop-reason", reason.encode("ascii", "replace")),
         ]
 
-    def _count(self, exchange: Exchange, visit: _Visit, status: int) -> None:
+    def _count(self, exchange: Exchange, visit: Visit, status: int) -> None:
         name = "other" if visit.operation is None else visit.operation.name
         self.figures.answered(name, status, after_s=self._clock.monotonic() - exchange.started_at)
 
 
-def _may_use(visit: _Visit) -> Callable[..., bool]:
+def _may_use(visit: Visit) -> Callable[..., bool]:
     assert visit.caller is not None, "a request is admitted before it is answered"
     return visit.caller.may_use
 
@@ -597,97 +531,3 @@ def _offers_messages(refusal: Unsupported) -> bool:
     """Whether a pool that counts no tokens takes messages, so that their tokens are worth an estimate (SF-14)."""
     offered = refusal.details.get("offered", "").split(", ")
     return refusal.reason == "operation_not_supported" and any(way in offered for way in ways_to("messages"))
-
-
-def _tunnel_call(
-    exchange: Exchange, operation: _Operation, visit: _Visit, target: ServedTarget
-) -> TunnelCall:
-    head = exchange.head
-    fields = visit.fields
-    path = operation.path
-    is_named = operation.name in target.operations
-    if head.query:
-        # A profile's operation has a path of its own; only a plain path can carry the caller's query.
-        path = f"{path}?{head.query.decode('ascii')}"
-        is_named = False
-    return TunnelCall(
-        operation=operation.name if is_named else "",
-        method="POST",
-        path=path,
-        headers=request_headers(head, request_id=visit.request_id, is_stream=fields.is_stream),
-        body=_body_parts(operation, fields, target),
-        stream=fields.is_stream,
-        sink=visit.relay,
-        session_id=visit.session,
-    )
-
-
-def _body_parts(operation: _Operation, fields: RequestFields, target: ServedTarget) -> Sequence[bytes]:
-    if not target.rewrites or operation.dialect not in (Dialect.CHAT, Dialect.COMPLETIONS):
-        return fields.with_model(target.target)
-    is_chat = operation.dialect is Dialect.CHAT
-    return rewritten_parts(fields, target.target, target.rewrites, is_chat=is_chat)
-
-
-def _run_call(exchange: Exchange, operation: _Operation, visit: _Visit, target: ServedTarget) -> RunCall:
-    fields = visit.fields
-    trace = trace_of(exchange.head)
-    return RunCall(
-        input=b"".join(_body_parts(operation, fields, target)),
-        sink=visit.relay,
-        stream=fields.is_stream,
-        metadata=_RUN_METADATA if "logprobs" in fields.raw else {},
-        session_id=visit.session,
-        traceparent="" if trace is None else trace.traceparent,
-        tracestate="" if trace is None else trace.state,
-    )
-
-
-def _is_false(value: msgspec.Raw | None) -> bool:
-    return value is not None and bytes(value) == b"false"
-
-
-def _wants_usage(options: msgspec.Raw) -> bool:
-    try:
-        return msgspec.json.decode(options, type=_StreamOptions).include_usage
-    except msgspec.MsgspecError:
-        return False
-
-
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool = False
-
-
-def _choices(operation: _Operation, fields: RequestFields) -> int:
-    """How many alternatives a stream of this request must finish (SF-14)."""
-    if operation.dialect not in (Dialect.CHAT, Dialect.COMPLETIONS):
-        return 1
-    alternatives = max(1, fields.integer("n", 1))
-    return alternatives * fields.prompts if operation.dialect is Dialect.COMPLETIONS else alternatives
-
-
-def _priority(exchange: Exchange, caller: Caller) -> int:
-    if caller.spec is None or not caller.spec.may_priority:
-        return 0
-    value = exchange.head.get(b"x-iop-priority")
-    if value is None:
-        return 0
-    digits = value.removeprefix(b"-")
-    if not digits.isdigit() or len(digits) > PRIORITY_DIGITS_MAX:
-        raise InvalidRequest("`x-iop-priority` must be a small integer.", details={"field": "x-iop-priority"})
-    return int(value)
-
-
-def _session(exchange: Exchange, caller: Caller) -> str:
-    if caller.spec is None or not caller.spec.may_session:
-        return ""
-    value = exchange.head.get(b"x-iop-session")
-    if value is None:
-        return ""
-    if len(value) > SESSION_BYTES_MAX or not value.isascii():
-        raise InvalidRequest(
-            f"`x-iop-session` must be at most {SESSION_BYTES_MAX} ASCII characters.",
-            details={"field": "x-iop-session"},
-        )
-    # Two keys that choose the same word do not share a session.
-    return f"{caller.name}:{value.decode('ascii')}"

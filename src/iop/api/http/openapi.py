@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from iop.api.http.errors import STATUS_BY_REASON
+from iop.api.http.operations import PATHS
 
 __all__ = ["DESCRIPTION_PATH", "describe"]
 
@@ -246,12 +247,12 @@ _ANSWERS: Final[Mapping[str, Schema]] = {
 }
 
 _ROUTES: Final = (
-    ("chat_completions", "/v1/chat/completions", "Chat", "ChatRequest", "ChatCompletion"),
-    ("completions", "/v1/completions", "Continue a text", "CompletionRequest", "Completion"),
-    ("embeddings", "/v1/embeddings", "Embed texts", "EmbeddingRequest", "Embeddings"),
-    ("responses", "/v1/responses", "Respond", "ResponseRequest", "Response"),
-    ("messages", "/v1/messages", "Chat (Anthropic)", "MessageRequest", "Message"),
-    ("count_tokens", "/v1/messages/count_tokens", "Count tokens (Anthropic)", "CountRequest", "TokenCount"),
+    ("chat_completions", "Chat", "ChatRequest", "ChatCompletion"),
+    ("completions", "Continue a text", "CompletionRequest", "Completion"),
+    ("embeddings", "Embed texts", "EmbeddingRequest", "Embeddings"),
+    ("responses", "Respond", "ResponseRequest", "Response"),
+    ("messages", "Chat (Anthropic)", "MessageRequest", "Message"),
+    ("count_tokens", "Count tokens (Anthropic)", "CountRequest", "TokenCount"),
 )
 _STREAMED: Final = frozenset({"chat_completions", "completions", "responses", "messages"})
 
@@ -332,8 +333,8 @@ def describe(version: str, *, needs_key: bool) -> dict[str, Any]:
         },
         DESCRIPTION_PATH: {"get": _get("describe", "This description", None)},
     }
-    for operation, path, summary, request, answer in _ROUTES:
-        paths[path] = {"post": _post(operation, summary, request, answer)}
+    for operation, summary, request, answer in _ROUTES:
+        paths[PATHS[operation]] = {"post": _post(operation, summary, request, answer)}
     return {
         "openapi": "3.1.0",
         "info": {

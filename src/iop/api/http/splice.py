@@ -27,6 +27,7 @@ __all__ = [
     "decode_object",
     "exceeds_depth",
     "find_value",
+    "is_false",
     "is_true",
     "model_of",
     "read_fields",
@@ -166,6 +167,11 @@ def model_of(raw: Mapping[str, msgspec.Raw]) -> str:
 def is_true(value: msgspec.Raw | None) -> bool:
     """Whether a member is literally true."""
     return value is not None and bytes(value) == b"true"
+
+
+def is_false(value: msgspec.Raw | None) -> bool:
+    """Whether a member is literally false."""
+    return value is not None and bytes(value) == b"false"
 
 
 def find_value(body: bytes, raw: Mapping[str, msgspec.Raw], wanted: str) -> tuple[int, int]:

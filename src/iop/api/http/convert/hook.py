@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
-from iop.api.http.convert.plan import PATHS, Plan
+from iop.api.http.convert.plan import Plan
 from iop.api.http.convert.shell import ConvertingExchange, provider_head
 from iop.api.http.convert.writers import AnswerTerms
 from iop.api.http.errors import Dialect
 from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList
 from iop.api.http.headers import request_headers, trace_of
+from iop.api.http.operations import PATHS
 from iop.api.http.relay import Relay
 from iop.api.http.runs import RunRelay
 from iop.core.errors import IopError

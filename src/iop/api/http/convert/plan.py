@@ -26,13 +26,7 @@ from iop.api.http.splice import RequestFields
 from iop.core.errors import InvalidRequest
 from iop.edge.calls import CONVERSIONS
 
-__all__ = ["PATHS", "Plan", "conversion_for", "plan_request"]
-
-PATHS: Final[Mapping[str, str]] = {
-    "chat_completions": "/v1/chat/completions",
-    "messages": "/v1/messages",
-    "responses": "/v1/responses",
-}
+__all__ = ["Plan", "conversion_for", "plan_request"]
 
 _DIALECTS: Final[Mapping[str, Dialect]] = {
     "chat_completions": Dialect.CHAT,
