@@ -7,7 +7,6 @@ signature, open the client, run the verb, and turn errors into exit codes in one
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,6 +17,7 @@ from iop.admin.requests import MutationOptions, StartProfileRequest, StopProfile
 from iop.admin.results import OperationPlan
 from iop.cli import admin_options as option
 from iop.cli.admin_progress import observe, print_plan
+from iop.cli.common_options import CommonOptions, with_options
 from iop.cli.output import data, exit_with, print_error, print_json
 from iop.cli.records import describe, describe_result, to_json
 from iop.cli.targets import find_endpoint
@@ -55,7 +55,7 @@ class Call:
 
 Mutation = StreamingMutation | StartProfileRequest | StopProfileRequest
 
-_SERVER_OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
+_SERVER_OPTIONS: Final[CommonOptions] = {
     "target": (option.TargetOption, None),
     "token": (option.TokenOption, None),
     "tls_ca": (option.CaOption, None),
@@ -63,7 +63,7 @@ _SERVER_OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
     "tls_key": (option.TlsKeyOption, None),
     "as_json": (option.JsonOption, False),
 }
-_SAFETY_OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
+_SAFETY_OPTIONS: Final[CommonOptions] = {
     "key": (option.KeyOption, None),
     "expected_revision": (option.RevisionOption, None),
     "deadline_ms": (option.DeadlineOption, None),
@@ -71,7 +71,7 @@ _SAFETY_OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
     "reason": (option.ReasonOption, ""),
     "as_events": (option.EventsOption, False),
 }
-_SELECT_OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
+_SELECT_OPTIONS: Final[CommonOptions] = {
     "everything": (option.AllOption, False),
     "model": (option.ModelOption, None),
     "participant": (option.ParticipantOption, None),
@@ -111,31 +111,14 @@ def _register(
     name: str,
     verb: Callable[..., Any],
     *,
-    common: dict[str, tuple[Any, Any]],
+    common: CommonOptions,
     role: str,
     run: Callable[[Call, dict[str, Any]], Awaitable[int]],
 ) -> None:
-    """Make the command: the verb's own options first, then the common ones."""
-    own = [
-        parameter
-        for parameter in inspect.signature(verb, eval_str=True).parameters.values()
-        if parameter.name != "call"
-    ]
-    shared = [
-        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for key, (annotation, default) in common.items()
-    ]
+    def command(own: dict[str, Any], given: dict[str, Any]) -> None:
+        exit_with(_run(role, given, lambda call: run(call, own)))
 
-    def command(**given: Any) -> None:
-        mine = {parameter.name: given[parameter.name] for parameter in own}
-        rest = {key: given[key] for key in common}
-        exit_with(_run(role, rest, lambda call: run(call, mine)))
-
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + shared
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by inspect.signature
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = verb.__doc__
-    app.command(name)(command)
+    app.command(name)(with_options(common, verb, command))
 
 
 def _run(role: str, given: dict[str, Any], work: Callable[[Call], Awaitable[int]]) -> int:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from iop.app.sources import gather
-from iop.cli.ops_options import OpsCa, OpsCertificate, OpsKey, OpsTarget, OpsToken, ops_client
+from iop.cli.ops_options import OpsCall, asks_ops
 from iop.cli.output import data, notes, print_json, print_rows
 from iop.config import (
     EffectiveValue,
@@ -116,26 +116,15 @@ def _with_stored_overrides(
     return with_overrides(rows, shown), [one.to_json() for one in shown]
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-
 @config_app.command("show")
-def show(
-    as_json: Json = False,
-    target: OpsTarget = None,
-    token: OpsToken = None,
-    tls_ca: OpsCa = None,
-    tls_cert: OpsCertificate = None,
-    tls_key: OpsKey = None,
-) -> None:
+@asks_ops(role="admin")
+def show(call: OpsCall) -> None:
     """Show the config that the Edge runs: each value and where it came from, a reconfiguration included.
 
     Example: iop config show
     """
-    shown = ops_client(
-        target, token, role="admin", ca=tls_ca, certificate=tls_cert, key=tls_key
-    ).show_config()
-    if as_json:
+    shown = call.client.show_config()
+    if call.as_json:
         print_json(shown)
         return
     rows = ((row["key"], row["value"], row["origin"]) for row in shown["values"])
@@ -145,14 +134,10 @@ def show(
 
 
 @config_app.command("plan")
+@asks_ops(role="admin")
 def plan(
+    call: OpsCall,
     file: Annotated[Path, typer.Argument(help="The edge.yaml that would be applied.")],
-    as_json: Json = False,
-    target: OpsTarget = None,
-    token: OpsToken = None,
-    tls_ca: OpsCa = None,
-    tls_cert: OpsCertificate = None,
-    tls_key: OpsKey = None,
 ) -> None:
     """Show what FILE would change at the running Edge, and change nothing.
 
@@ -160,24 +145,18 @@ def plan(
 
     Example: iop config plan edge.yaml
     """
-    shown = ops_client(target, token, role="admin", ca=tls_ca, certificate=tls_cert, key=tls_key).plan_config(
-        gather(file).text
-    )
-    if as_json:
+    shown = call.client.plan_config(gather(file).text)
+    if call.as_json:
         print_json(shown)
     else:
         _print_changes(shown)
 
 
 @config_app.command("apply")
+@asks_ops(role="admin")
 def apply(
+    call: OpsCall,
     file: Annotated[Path, typer.Argument(help="The edge.yaml to apply.")],
-    as_json: Json = False,
-    target: OpsTarget = None,
-    token: OpsToken = None,
-    tls_ca: OpsCa = None,
-    tls_cert: OpsCertificate = None,
-    tls_key: OpsKey = None,
 ) -> None:
     """Make FILE the running Edge's config, whole; a wrong one is refused whole and the running one stays.
 
@@ -185,10 +164,9 @@ def apply(
 
     Example: iop config apply edge.yaml
     """
-    client = ops_client(target, token, role="admin", ca=tls_ca, certificate=tls_cert, key=tls_key)
-    shown = client.apply_config(gather(file).text)
-    shown["nodes"] = _refreshed(client, shown["revision"])
-    if as_json:
+    shown = call.client.apply_config(gather(file).text)
+    shown["nodes"] = _refreshed(call.client, shown["revision"])
+    if call.as_json:
         print_json(shown)
         return
     _print_changes(shown)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from iop.cli.ops_options import OpsCa, OpsCertificate, OpsKey, OpsTarget, OpsToken, ops_client
+from iop.cli.ops_options import OpsCall, asks_ops
 from iop.cli.output import data, print_json, print_rows
 
 __all__ = ["NodeQuestion", "node_command"]
@@ -23,24 +23,19 @@ class NodeQuestion(StrEnum):
     PROVIDERS = "providers"
 
 
+@asks_ops(role="viewer")
 def node_command(
+    call: OpsCall,
     node: Annotated[str, typer.Argument(help="The Node's id, as iop status shows it.")],
     question: Annotated[NodeQuestion, typer.Argument(help="What to ask.")],
     adapter: Annotated[str, typer.Option("--adapter", help="Only about this adapter of the Node.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    target: OpsTarget = None,
-    token: OpsToken = None,
-    tls_ca: OpsCa = None,
-    tls_cert: OpsCertificate = None,
-    tls_key: OpsKey = None,
 ) -> None:
     """Ask a Node, through its Edge, about its work, its adapters or its connection.
 
     Example: iop node command gpu-1 transport
     """
-    client = ops_client(target, token, role="viewer", ca=tls_ca, certificate=tls_cert, key=tls_key)
-    shown = client.command(node, question.value, adapter=adapter)
-    if as_json:
+    shown = call.client.command(node, question.value, adapter=adapter)
+    if call.as_json:
         print_json(shown)
         return
     if not shown["ok"]:

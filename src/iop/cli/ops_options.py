@@ -2,44 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
+from iop.cli.common_options import CommonOptions, with_options
 from iop.cli.targets import find_endpoint
 from iop.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from iop.client.ops import OpsClient
 
-__all__ = ["OpsCa", "OpsCertificate", "OpsKey", "OpsTarget", "OpsToken", "ops_client"]
+__all__ = ["OpsCall", "asks_ops", "ops_client"]
 
-OpsTarget: TypeAlias = Annotated[
+_Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_Target: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--target", metavar="HOST:PORT", help="The Edge's ops listener; else the one that runs here."
     ),
 ]
-OpsToken: TypeAlias = Annotated[
+_Token: TypeAlias = Annotated[
     str | None,
     typer.Option("--token", metavar="REF", help="file:PATH, env:NAME, none, or viewer|operator|admin."),
 ]
-OpsCa: TypeAlias = Annotated[
+_Ca: TypeAlias = Annotated[
     Path | None,
-    typer.Option(
-        "--tls-ca",
-        help="Authorities of the ops listener, PEM; turns TLS on.",
-    ),
+    typer.Option("--tls-ca", help="Authorities of the ops listener, PEM; turns TLS on."),
 ]
-OpsCertificate: TypeAlias = Annotated[
+_Certificate: TypeAlias = Annotated[
     Path | None,
     typer.Option("--tls-cert", help="Our certificate, PEM, for mutual TLS."),
 ]
-OpsKey: TypeAlias = Annotated[
+_Key: TypeAlias = Annotated[
     Path | None,
     typer.Option("--tls-key", help="Its private key, PEM, if in another file."),
 ]
+
+_OPTIONS: Final[CommonOptions] = {
+    "as_json": (_Json, False),
+    "target": (_Target, None),
+    "token": (_Token, None),
+    "ca": (_Ca, None),
+    "certificate": (_Certificate, None),
+    "key": (_Key, None),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpsCall:
+    """What the options of a command that asks an ops listener said."""
+
+    client: OpsClient
+    as_json: bool
+
+
+def asks_ops(*, role: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a verb ``(call, ...)``: as a command it has its own options and those for the listener that it asks.
+
+    Args:
+        role: whose development token is used without ``--token``.
+    """
+
+    def command_of(verb: Callable[..., None]) -> Callable[..., None]:
+        def run(own: dict[str, Any], common: dict[str, Any]) -> None:
+            as_json = common.pop("as_json")
+            client = ops_client(**common, role=role)
+            verb(OpsCall(client=client, as_json=as_json), **own)
+
+        return with_options(_OPTIONS, verb, run)
+
+    return command_of
 
 
 def ops_client(

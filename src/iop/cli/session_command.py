@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from iop.cli.ops_options import OpsCa, OpsCertificate, OpsKey, OpsTarget, OpsToken, ops_client
+from iop.cli.ops_options import OpsCall, asks_ops
 from iop.cli.output import data, print_json
 
 __all__ = ["session_app"]
@@ -20,23 +20,17 @@ def sessions() -> None:
 
 
 @session_app.command("end")
+@asks_ops(role="admin")
 def end(
+    call: OpsCall,
     session: Annotated[str, typer.Argument(help="Its id, as iop node command NODE sessions shows it.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    target: OpsTarget = None,
-    token: OpsToken = None,
-    tls_ca: OpsCa = None,
-    tls_cert: OpsCertificate = None,
-    tls_key: OpsKey = None,
 ) -> None:
     """End a session: its runs are cancelled, its state is removed. Needs the permission abort.
 
     Example: iop session end build-bot:ticket-7
     """
-    told = ops_client(
-        target, token, role="admin", ca=tls_ca, certificate=tls_cert, key=tls_key
-    ).terminate_session(session)
-    if as_json:
+    told = call.client.terminate_session(session)
+    if call.as_json:
         print_json(told)
         return
     nodes = ", ".join(told["nodes"]) or "no Node: none is ready"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import typer
 
-from iop.cli.ops_options import OpsCa, OpsCertificate, OpsKey, OpsTarget, OpsToken, ops_client
+from iop.cli.ops_options import OpsCall, asks_ops
 from iop.cli.output import data, print_json, print_rows
 
 __all__ = ["register"]
-
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -21,25 +19,19 @@ def register(app: typer.Typer) -> None:
     app.command("models")(models)
 
 
+@asks_ops(role="viewer")
 def status(
+    call: OpsCall,
     leases: Annotated[
         bool, typer.Option("--leases", help="List every occupied unit of capacity too.")
     ] = False,
-    as_json: Json = False,
-    target: OpsTarget = None,
-    token: OpsToken = None,
-    tls_ca: OpsCa = None,
-    tls_cert: OpsCertificate = None,
-    tls_key: OpsKey = None,
 ) -> None:
     """The fleet: Nodes and their providers, models and their queues.
 
     Example: iop status --leases
     """
-    shown = ops_client(target, token, role="viewer", ca=tls_ca, certificate=tls_cert, key=tls_key).status(
-        with_leases=leases
-    )
-    if as_json:
+    shown = call.client.status(with_leases=leases)
+    if call.as_json:
         print_json(shown)
         return
     data.print(f"config revision {shown['config_revision']}\n")
@@ -81,23 +73,17 @@ def _provider_rows(nodes: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     ]
 
 
+@asks_ops(role="viewer")
 def explain(
+    call: OpsCall,
     request_id: Annotated[str, typer.Argument(help="The x-request-id of a recent answer.")],
-    as_json: Json = False,
-    target: OpsTarget = None,
-    token: OpsToken = None,
-    tls_ca: OpsCa = None,
-    tls_cert: OpsCertificate = None,
-    tls_key: OpsKey = None,
 ) -> None:
     """Why a recent request went where it went: candidates, choice, waiting, outcome.
 
     Example: iop explain req-7
     """
-    shown = ops_client(target, token, role="viewer", ca=tls_ca, certificate=tls_cert, key=tls_key).explain(
-        request_id
-    )
-    if as_json:
+    shown = call.client.explain(request_id)
+    if call.as_json:
         print_json(shown)
         return
     data.print(f"{shown['request_id']}: {shown['model']}, {shown['outcome']}")
@@ -107,24 +93,16 @@ def explain(
         data.print(f"  {sign} {candidate['provider']}: {candidate['why']}")
 
 
-def models(
-    as_json: Json = False,
-    target: OpsTarget = None,
-    token: OpsToken = None,
-    tls_ca: OpsCa = None,
-    tls_cert: OpsCertificate = None,
-    tls_key: OpsKey = None,
-) -> None:
+@asks_ops(role="viewer")
+def models(call: OpsCall) -> None:
     """What callers may ask for: each model, who serves it, how full its queue is, and what its pool can do.
 
     A question mark stands where no engine has said.
 
     Example: iop models
     """
-    shown = ops_client(target, token, role="viewer", ca=tls_ca, certificate=tls_cert, key=tls_key).status()[
-        "models"
-    ]
-    if as_json:
+    shown = call.client.status()["models"]
+    if call.as_json:
         print_json({"models": shown})
         return
     _print_models(shown)
