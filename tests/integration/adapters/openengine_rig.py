@@ -11,7 +11,10 @@ from typing import Any
 
 import grpc
 
+from iop.adapters.base import Adapter
+from iop.admin.participant import ProgressSink
 from iop.admin.permissions import PRESETS
+from iop.admin.steps import Step, StepCall, StepResult
 from iop.api.grpc.auth import PrincipalDirectory, PrincipalGrant, secret_sha256
 from iop.api.grpc.listeners import admin_listener
 from iop.api.grpc.server import ListenerSettings
@@ -24,6 +27,7 @@ from iop.pb.openengine.v1 import (
     server_pb2,
 )
 from iop.testing.admin_world import AdminWorld
+from iop.testing.waiting import PATIENCE_S
 
 ADMIN_TOKEN = "engine-admin"
 OTHER_TOKEN = "somebody-else"
@@ -150,6 +154,35 @@ async def admin_engine() -> AsyncIterator[AdminEngine]:
         listener = admin_listener(core, PrincipalDirectory(grants), settings)
         async with listener.serving():
             yield AdminEngine(world=world, address=listener.address)
+
+
+class Held:
+    """Holds the engine's steps of one kind until it is let go.
+
+    Attributes:
+        reached: the engine is at one.
+        gate: lets it go.
+    """
+
+    def __init__(self, engine: AdminEngine, kind: type[Step]) -> None:
+        self.reached = asyncio.Event()
+        self.gate = asyncio.Event()
+        fleet, execute = engine.world.fleet, engine.world.fleet.execute
+
+        async def held(call: StepCall, report: ProgressSink) -> StepResult:
+            if isinstance(call.body, kind):
+                self.reached.set()
+                await self.gate.wait()
+            return await execute(call, report)
+
+        fleet.execute = held  # type: ignore[method-assign]
+
+    async def give_up(self, adapter: Adapter, call: StepCall) -> None:
+        """Begin a step and leave it once the engine is at it."""
+        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+            given_up = tasks.create_task(adapter.execute_step(call, lambda _: None))
+            await self.reached.wait()
+            given_up.cancel()
 
 
 def chat_input(max_tokens: int = 4, **fields: Any) -> bytes:

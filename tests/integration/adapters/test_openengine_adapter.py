@@ -18,6 +18,7 @@ from openengine_rig import (
     ADMIN_TOKEN,
     OTHER_TOKEN,
     AdminEngine,
+    Held,
     ScriptedEngine,
     admin_engine,
     chat_input,
@@ -40,7 +41,6 @@ from iop.admin.enums import (
     WeightFormat,
     WeightRetention,
 )
-from iop.admin.participant import ProgressSink
 from iop.admin.requests import (
     AllTargets,
     DiskSource,
@@ -62,7 +62,6 @@ from iop.admin.steps import (
     ResumeStep,
     StartProfileStep,
     Step,
-    StepCall,
     StepResult,
     StopProfileStep,
     UndoWeightsStep,
@@ -629,29 +628,12 @@ async def test_a_refused_token_fails_the_step_and_never_shows(admin: AdminRig, t
     assert admin.adapter.capabilities.admin_refusal == ""
 
 
-async def _give_up(admin: AdminRig, call: StepCall, reached: asyncio.Event) -> None:
-    """Begin a step and leave it once the engine is at it."""
-    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-        given_up = tasks.create_task(admin.adapter.execute_step(call, lambda _: None))
-        await reached.wait()
-        given_up.cancel()
-
-
 @pytest.mark.clause("AD-22", "AD-36")
 async def test_a_step_that_is_given_up_goes_on_and_its_repetition_attaches(admin: AdminRig) -> None:
-    fleet = admin.engine.world.fleet
-    reached, gate = asyncio.Event(), asyncio.Event()
-    execute = fleet.execute
-
-    async def slow(call: StepCall, report: ProgressSink) -> StepResult:
-        reached.set()
-        await gate.wait()
-        return await execute(call, report)
-
-    fleet.execute = slow  # type: ignore[method-assign]
+    held = Held(admin.engine, PauseStep)
     call = step_call(admin.adapter, pause(), operation="op-h")
-    await _give_up(admin, call, reached)
-    gate.set()
+    await held.give_up(admin.adapter, call)
+    held.gate.set()
     async with asyncio.timeout(PATIENCE_S):
         assert_all_ok(await admin.adapter.execute_step(call, lambda _: None))
     assert admin.steps_of(PauseStep) == 1
@@ -662,16 +644,7 @@ async def test_an_engine_that_goes_in_the_midst_of_a_step_is_away_and_a_repetiti
     admin: AdminRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("iop.adapters.openengine.admin_rpc.REATTACH_MAX_S", 0.1)
-    fleet = admin.engine.world.fleet
-    reached, gate = asyncio.Event(), asyncio.Event()
-    execute = fleet.execute
-
-    async def slow(call: StepCall, report: ProgressSink) -> StepResult:
-        reached.set()
-        await gate.wait()
-        return await execute(call, report)
-
-    fleet.execute = slow  # type: ignore[method-assign]
+    held = Held(admin.engine, PauseStep)
     async with contextlib.AsyncExitStack() as line:
         relay = await line.enter_async_context(TcpRelay(admin.engine.address).running())
         settings = dataclasses.replace(admin.settings, admin_target=relay.address)
@@ -684,9 +657,9 @@ async def test_an_engine_that_goes_in_the_midst_of_a_step_is_away_and_a_repetiti
                     await adapter.execute_step(call, lambda _: None)
 
             tasks.create_task(is_told_as_away())
-            await reached.wait()
+            await held.reached.wait()
             await line.aclose()
-    gate.set()
+    held.gate.set()
     async with asyncio.timeout(PATIENCE_S):
         assert_all_ok(await admin.adapter.execute_step(call, lambda _: None))
     assert admin.steps_of(PauseStep) == 1
@@ -713,26 +686,16 @@ async def test_a_step_that_is_sent_again_with_less_time_left_attaches(admin: Adm
 async def test_a_newer_step_ends_what_the_engine_still_does_for_one_that_was_given_up(
     admin: AdminRig,
 ) -> None:
-    fleet = admin.engine.world.fleet
-    execute = fleet.execute
-    drains = asyncio.Event()
-
-    async def draining(call: StepCall, report: ProgressSink) -> StepResult:
-        if isinstance(call.body, PauseStep):
-            drains.set()
-            await asyncio.Event().wait()  # work in flight that does not end
-        return await execute(call, report)
-
-    fleet.execute = draining  # type: ignore[method-assign]
+    held = Held(admin.engine, PauseStep)  # by work in flight that does not end
     call = step_call(admin.adapter, pause(), operation="op-g")
-    await _give_up(admin, call, drains)
+    await held.give_up(admin.adapter, call)
     undo = step_call(admin.adapter, ResumeStep(), operation="op-g", step=2)
     async with asyncio.timeout(PATIENCE_S):
         assert_all_ok(await admin.adapter.execute_step(undo, lambda _: None))
     store = admin.engine.world.store
     assert [record.moves.state.name for record in store.records.values()] == ["CANCELLED"]
     assert store.desired.pauses == {}
-    assert not any(rank.paused for rank in fleet.ranks.values())
+    assert not any(rank.paused for rank in admin.engine.world.fleet.ranks.values())
 
 
 @pytest.mark.clause("AD-32", "AD-36")
@@ -741,26 +704,17 @@ async def test_a_step_that_was_given_up_is_ended_before_it_is_taken_back(
     admin: AdminRig, undoes: str
 ) -> None:
     fleet = admin.engine.world.fleet
-    reached, gate = asyncio.Event(), asyncio.Event()
-    execute = fleet.execute
-
-    async def slow(call: StepCall, report: ProgressSink) -> StepResult:
-        if isinstance(call.body, ApplyWeightsStep):
-            reached.set()
-            await gate.wait()
-        return await execute(call, report)
-
-    fleet.execute = slow  # type: ignore[method-assign]
+    held = Held(admin.engine, ApplyWeightsStep)
     assert_all_ok(await admin.step(pause(), operation="up", step=1))
     apply = ApplyWeightsStep(model="public", source=DISK, weight_version="v1")
-    await _give_up(admin, step_call(admin.adapter, apply, operation="up", step=2), reached)
+    await held.give_up(admin.adapter, step_call(admin.adapter, apply, operation="up", step=2))
     undo: Step = ResumeStep()
     if undoes == "weights":
         undo = UndoWeightsStep(model="public", previous_source=None, previous_weight_version="v0")
     assert_all_ok(await admin.step(undo, operation="up", step=3))
     async with admin.other() as other:
         assert all(each.state.is_terminal for each in (await other.list_operations()).operations)
-    gate.set()
+    held.gate.set()
     await asyncio.sleep(0.1)  # what was given up would have its effect now
     assert {(rank.label, rank.content) for rank in fleet.members("g")} == {("v0", "base")}
     assert {rank.paused for rank in fleet.members("g")} == {undoes == "weights"}

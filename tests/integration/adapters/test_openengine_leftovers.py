@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from openengine_rig import Held
 from test_openengine_adapter import DISK, AdminRig, admin, pause, running
 
 from iop.admin.enums import (
@@ -21,7 +22,6 @@ from iop.admin.enums import (
     ProfilerKind,
     ResourceKind,
 )
-from iop.admin.participant import ProgressSink
 from iop.admin.requests import AllTargets, MutationOptions, PauseSpec, ReleaseResourcesRequest
 from iop.admin.steps import (
     ApplyWeightsStep,
@@ -32,8 +32,6 @@ from iop.admin.steps import (
     ResumeStep,
     StartProfileStep,
     Step,
-    StepCall,
-    StepResult,
     StopProfileStep,
     profile_id_of,
 )
@@ -49,30 +47,9 @@ CPU = StartProfileStep(profile_id=profile_id_of(OperationId("prof")), kinds=(Pro
 FLUSH = FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.WAIT)
 
 
-class Held:
-    """Holds the engine's steps of one kind until it is let go."""
-
-    def __init__(self, rig: AdminRig, kind: type[Step]) -> None:
-        self.reached = asyncio.Event()
-        self.gate = asyncio.Event()
-        fleet, execute = rig.engine.world.fleet, rig.engine.world.fleet.execute
-
-        async def held(call: StepCall, report: ProgressSink) -> StepResult:
-            if isinstance(call.body, kind):
-                self.reached.set()
-                await self.gate.wait()
-            return await execute(call, report)
-
-        fleet.execute = held  # type: ignore[method-assign]
-
-
 async def given_up(rig: AdminRig, held: Held, body: Step, operation: str = "gone") -> None:
     """Begin a step and leave it once the engine is at it."""
-    call = step_call(rig.adapter, body, operation=operation)
-    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(rig.adapter.execute_step(call, lambda _: None))
-        await held.reached.wait()
-        task.cancel()
+    await held.give_up(rig.adapter, step_call(rig.adapter, body, operation=operation))
 
 
 async def settled(rig: AdminRig) -> None:
@@ -99,7 +76,7 @@ async def test_nothing_is_told_of_ranks_that_a_given_up_step_still_changes(
 ) -> None:
     if isinstance(body, ApplyWeightsStep):
         assert_all_ok(await admin.step(pause(PauseMode.ABORT)))
-    held = Held(admin, type(body))
+    held = Held(admin.engine, type(body))
     await given_up(admin, held, body)
     assert [each.reachable for each in await admin.adapter.read_back(admin.ids)] == [False, False]
     held.gate.set()
@@ -109,7 +86,7 @@ async def test_nothing_is_told_of_ranks_that_a_given_up_step_still_changes(
 
 @pytest.mark.clause("AD-26", "AD-36")
 async def test_ranks_under_a_step_that_is_followed_are_told_of(admin: AdminRig) -> None:
-    held = Held(admin, FlushStep)
+    held = Held(admin.engine, FlushStep)
     call = step_call(admin.adapter, FLUSH, operation="mine")
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
         task = tasks.create_task(admin.adapter.execute_step(call, lambda _: None))
@@ -165,7 +142,7 @@ async def test_a_release_that_somebody_else_made_is_not_ended(admin: AdminRig) -
 
 @pytest.mark.clause("AD-29", "AD-46")
 async def test_a_profile_whose_start_was_given_up_is_stopped_by_its_undo(admin: AdminRig) -> None:
-    held = Held(admin, StartProfileStep)
+    held = Held(admin.engine, StartProfileStep)
     await given_up(admin, held, CPU, operation="prof")
     held.gate.set()
     await settled(admin)
