@@ -10,7 +10,7 @@ import abc
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -216,3 +216,38 @@ class EngineProfiles(abc.ABC):
         name = path.name
         prefix = prefix_of(profile_id)
         return self.SCHEME + (name if name.startswith(prefix) else f"{prefix}/{name}")
+
+
+class DirectedProfiles(EngineProfiles):
+    """Profiles of an engine that is told with each where to write and what to record.
+
+    Args:
+        http: the engine's control side.
+        environment: the Node's.
+    """
+
+    ACTIVITIES: ClassVar[Mapping[ProfilerKind, str]]
+    """What it can record, by the engine's names."""
+
+    def __init__(self, http: EngineHttp, environment: Mapping[str, str]) -> None:
+        super().__init__(http)
+        self._directory = here(environment.get(DIRECTORY_VARIABLE, ""))
+
+    def kinds(self) -> frozenset[ProfilerKind]:
+        """All that it has activities for."""
+        return frozenset(self.ACTIVITIES) if self._directory is not None else frozenset()
+
+    async def _record(self, step: StartProfileStep, directory: Path, **more: object) -> EngineAnswer:
+        """Tell the engine to write there; `more` is what else its route takes."""
+        body: dict[str, object] = {
+            "output_dir": str(directory),
+            "activities": [self.ACTIVITIES[kind] for kind in step.kinds],
+            **more,
+        }
+        if step.max_steps:
+            body["num_steps"] = step.max_steps
+        return await self._http.post("/start_profile", body, timeout_s=START_TIMEOUT_S)
+
+    def _is_over(self, answer: EngineAnswer) -> bool:
+        """500 when nothing runs, as after a step bound: whether it is a success is told by its files."""
+        return answer.is_ok or answer.status == 500
