@@ -32,7 +32,14 @@ STYLE = st.sampled_from(
         {"ensure_ascii": False, "separators": (" , ", " :\t")},
     ]
 )
+REST: dict[str, Any] = {"more": st.dictionaries(st.text(max_size=4), VALUE, max_size=3), "style": STYLE}
+"""What else stands in a body, and how it is written."""
+
 SPECIAL = {"system", "developer"}
+
+
+def written(body: dict[str, Any], style: dict[str, Any]) -> bytes:
+    return json.dumps(body, **style).encode("utf-8", "surrogatepass")
 
 
 def merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -54,16 +61,12 @@ def merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.clause("SF-15")
 @settings(max_examples=200)
-@given(
-    messages=st.lists(MESSAGE, max_size=6),
-    more=st.dictionaries(st.text(max_size=4), VALUE, max_size=3),
-    style=STYLE,
-)
+@given(messages=st.lists(MESSAGE, max_size=6), **REST)
 def test_merging_is_what_it_says_and_touches_nothing_else(
     messages: list[dict[str, Any]], more: dict[str, Any], style: dict[str, Any]
 ) -> None:
     body = more | {"model": "fast", "messages": messages, "stream": True}
-    data = json.dumps(body, **style).encode("utf-8", "surrogatepass")
+    data = written(body, style)
     out = rewrite_chat(data, {"merge_system"}, is_stream=True)
     assert json.loads(out) == body | {"messages": merged(messages)}
     assert rewrite_chat(out, {"merge_system"}, is_stream=True) is out, "once is enough"
@@ -89,16 +92,12 @@ CHOICE = st.fixed_dictionaries(
 
 @pytest.mark.clause("SF-15")
 @settings(max_examples=200)
-@given(
-    choices=st.lists(CHOICE, max_size=4),
-    more=st.dictionaries(st.text(max_size=4), VALUE, max_size=2),
-    style=STYLE,
-)
+@given(choices=st.lists(CHOICE, max_size=4), **REST)
 def test_both_names_say_the_same_and_nothing_else_changes(
     choices: list[dict[str, Any]], more: dict[str, Any], style: dict[str, Any]
 ) -> None:
     answer = more | {"choices": choices}
-    out = with_reasoning_names(json.dumps(answer, **style).encode("utf-8", "surrogatepass"))
+    out = with_reasoning_names(written(answer, style))
     for choice in choices:
         for key in ("delta", "message"):
             said = choice.get(key, {})
