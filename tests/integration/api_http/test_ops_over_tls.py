@@ -1,9 +1,10 @@
-"""The commands that ask an ops listener, where that speaks TLS (AD-03)."""
+"""An ops listener that speaks TLS, and the commands that ask it (AD-03)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import trustme
+from aiohttp import ClientError, ClientSession
 
 from iop.api.http.ops import OpsServer, ops_app
 
@@ -30,6 +32,7 @@ class Source:
 class Ops:
     address: str
     files: Path
+    authority: trustme.CA
 
     async def iop(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the command as a user does."""
@@ -67,7 +70,7 @@ async def ops(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[O
         tls_key=str(tmp_path / "localhost.key"),
         tls_client_ca=str(tmp_path / "ca.pem") if request.param == "mutual" else None,
     ) as server:
-        yield Ops(address=f"localhost:{server.port}", files=tmp_path)
+        yield Ops(address=f"localhost:{server.port}", files=tmp_path, authority=authority)
 
 
 @pytest.mark.clause("AD-03")
@@ -94,3 +97,17 @@ async def test_status_over_tls_needs_the_authority_and_where_asked_a_certificate
     alone = await ops.iop("status", *mine)
     assert alone.returncode == 2
     assert "--tls-ca" in alone.stderr
+
+
+@pytest.mark.clause("AD-03", "SF-30")
+@pytest.mark.parametrize("ops", ["mutual"], indirect=True)
+async def test_a_client_authority_is_honoured(ops: Ops) -> None:
+    context = ssl.create_default_context()
+    ops.authority.configure_trust(context)
+    url = f"https://{ops.address}/healthz"
+    async with ClientSession() as session:
+        with pytest.raises(ClientError):
+            await session.get(url, ssl=context)
+        ops.authority.issue_cert("ops.example").configure_cert(context)
+        async with session.get(url, ssl=context) as answer:
+            assert answer.status == 200

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
-import trustme
-from aiohttp import ClientError, ClientSession
 
 from iop.api.http.ops import OpsServer, ops_app
 from iop.client.ops import OpsClient, OpsTarget
@@ -94,36 +90,3 @@ async def test_what_cannot_be_had_is_a_typed_error(server: tuple[str, list[int]]
     assert refusal.value.details == {"server": address}, "whose word it is"
     with pytest.raises(Unavailable):
         await whole(client("127.0.0.1:1").artifact("n1/main/whole"))
-
-
-@pytest.mark.clause("AD-03", "SF-30")
-async def test_a_client_authority_is_honoured(tmp_path: Path) -> None:
-    authority = trustme.CA()
-    leaf = authority.issue_cert("localhost")
-    leaf.private_key_pem.write_to_path(tmp_path / "k.pem")
-    leaf.cert_chain_pems[0].write_to_path(tmp_path / "c.pem")
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    app = ops_app(
-        source=NoSource(),  # type: ignore[arg-type]  # nothing asks it
-        render_metrics=bytes,
-        metrics_type="text/plain",
-        authorize=authorize,
-        is_ready=lambda: (True, ""),
-    )
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    async with OpsServer(
-        app,
-        host="127.0.0.1",
-        port=0,
-        tls_cert=str(tmp_path / "c.pem"),
-        tls_key=str(tmp_path / "k.pem"),
-        tls_client_ca=str(tmp_path / "ca.pem"),
-    ) as server:
-        url = f"https://localhost:{server.port}/healthz"
-        async with ClientSession() as session:
-            with pytest.raises(ClientError):
-                await session.get(url, ssl=context)
-            authority.issue_cert("ops.example").configure_cert(context)
-            async with session.get(url, ssl=context) as answer:
-                assert answer.status == 200
