@@ -18,7 +18,7 @@ from iop import __version__
 from iop.api.http.bulk import BULK_BYTES
 from iop.api.http.bulk_lane import BulkLane
 from iop.api.http.caller_hints import priority_of, session_of
-from iop.api.http.convert.counting import NOT_COUNTABLE, TokenizeRelay, tokenize_call, tokenize_request
+from iop.api.http.convert.counting import TokenizeRelay, tokenize_call, tokenize_request
 from iop.api.http.convert.hook import Conversion
 from iop.api.http.convert.plan import conversion_for, plan_request
 from iop.api.http.convert.writers import AnswerTerms
@@ -36,7 +36,7 @@ from iop.api.http.openapi import DESCRIPTION_PATH, describe
 from iop.api.http.operations import GENERATING, Operation
 from iop.api.http.provider_calls import choices_of, run_call, tunnel_call, wants_usage
 from iop.api.http.pulse import comment_while_waiting
-from iop.api.http.relay import CountRelay, Relay
+from iop.api.http.relay import NOT_COUNTABLE, CountRelay, Relay
 from iop.api.http.rewrite import REASONING_NAMES, answer_rewrite
 from iop.api.http.routing import Routes
 from iop.api.http.runs import RunRelay

@@ -31,6 +31,9 @@ __all__ = ["CountRelay", "Relay"]
 
 _TRUNCATED: Final = StreamError(code="upstream_truncated")
 
+NOT_COUNTABLE: Final = "not_countable"
+"""Reason why nobody's tokenizer was asked: the estimate answers."""
+
 _NO_ROUTE: Final = frozenset({404, 405, 501})
 
 _DOUBTED_BYTES_MAX: Final = 64 * 1024
@@ -441,7 +444,14 @@ class CountRelay(Relay):
         super().on_end()
 
     def on_error(self, error: StreamError) -> None:
-        """A doubtful answer that was cut is passed on as what it is."""
+        """A doubtful answer that was cut is passed on as what it is. Where the route's owner was lost before it was
+        asked, and nobody else can count this, the estimate answers.
+        """
+        if error.code == NOT_COUNTABLE and not (self._exchange.is_ended or self._exchange.is_gone):
+            self._handle = None
+            self._exchange.release_body()
+            self._estimate()
+            return
         if self._late_start is not None:
             self._believe()
         super().on_error(error)

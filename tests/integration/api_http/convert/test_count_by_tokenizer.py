@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from http_fleet import KEY, fleet_of
 
-from iop.testing.stub_engine import StubCall, whole_answer
+from iop.edge.snapshot import DispatchLimits
+from iop.testing.stub_engine import StubCall, StubEngine, whole_answer
 
 PATH = "/v1/messages/count_tokens"
 OPERATIONS = frozenset({"models", "chat_completions", "tokenize"})
@@ -87,6 +89,65 @@ async def test_an_answer_without_a_count_leads_to_the_marked_estimate(status: by
         assert (got, headers[b"x-iop-estimate"]) == (200, b"1")
         assert 100 <= json.loads(answer)["input_tokens"] <= 110
         assert len(fleet.stub.calls) == 1
+        await fleet.settled()
+
+
+async def cut(call: StubCall) -> None:
+    await call.write(
+        b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"count":5}'
+    )
+    call.close()
+
+
+async def reset(call: StubCall) -> None:
+    call.reset()
+
+
+async def say_nothing(call: StubCall) -> None:
+    await call.wait_gone()
+
+
+@pytest.mark.clause("SF-14", "EN-112")
+@pytest.mark.parametrize("script", [cut, reset, say_nothing])
+async def test_a_tokenizer_that_breaks_or_is_slow_leads_to_the_marked_estimate(
+    script: Callable[[StubCall], Awaitable[None]],
+) -> None:
+    limits = DispatchLimits(first_byte_timeout_s=0.3, total_timeout_s=30.0)
+    async with fleet_of(operations=OPERATIONS, dispatch_limits=limits) as fleet:
+        fleet.stub.script = script
+        got, headers, answer = await fleet.post(ask("x" * 400), path=PATH)
+        assert (got, headers[b"x-iop-estimate"]) == (200, b"1")
+        assert 100 <= json.loads(answer)["input_tokens"] <= 110
+        assert fleet.stub.calls
+        await fleet.settled()
+
+
+@pytest.mark.clause("SF-14")
+async def test_what_has_no_coding_is_read_however_that_is_spelled() -> None:
+    async def script(call: StubCall) -> None:
+        await call.write(b"HTTP/1.1 200 OK\r\nContent-Encoding: Identity\r\n")
+        await call.write(b'Content-Length: 11\r\n\r\n{"count":7}')
+
+    async with fleet_of(operations=OPERATIONS) as fleet:
+        fleet.stub.script = script
+        _, _, answer = await fleet.post(ask("hi"), path=PATH)
+        assert answer == b'{"input_tokens":7}'
+
+
+@pytest.mark.clause("SF-14")
+async def test_who_has_the_route_counts_what_no_tokenizer_can() -> None:
+    async def script(call: StubCall) -> None:
+        await call.write(whole_answer(b'{"input_tokens":77}'))
+
+    async with (
+        StubEngine(script) as counting,
+        fleet_of(operations=OPERATIONS, second_endpoint=counting.endpoint) as fleet,
+    ):
+        for _ in range(4):
+            got, headers, answer = await fleet.post(ask([PICTURE]), path=PATH)
+            assert (got, answer) == (200, b'{"input_tokens":77}')
+            assert b"x-iop-estimate" not in headers
+        assert not fleet.stub.calls
         await fleet.settled()
 
 

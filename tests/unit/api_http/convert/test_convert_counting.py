@@ -74,3 +74,12 @@ def test_only_a_whole_number_is_a_count() -> None:
     assert count_of(b'{"count":5,"max_model_len":1024,"tokens":[77]}') == 5
     for body in (b"", b"[]", b"{}", b'{"count":-1}', b'{"count":"5"}', b'{"count":true}', b'{"count":1.5}'):
         assert count_of(body) is None
+
+
+@pytest.mark.clause("SF-14")
+@pytest.mark.parametrize("number", ["9" * 5000, "1e999"])
+def test_a_number_that_cannot_be_written_again_is_not_sent_to_a_tokenizer(number: str) -> None:
+    schema = '[{"name":"f","input_schema":{"n":%s}}]' % number  # noqa: UP031 - braces
+    body = '{"model":"public","messages":[],"tools":%s}' % schema  # noqa: UP031 - braces
+    with pytest.raises(InvalidRequest, match="too large"):
+        tokenize_request(body.encode(), model="real")

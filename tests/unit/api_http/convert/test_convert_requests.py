@@ -44,6 +44,29 @@ def test_a_provider_that_offers_the_operation_is_asked_for_it() -> None:
 
 
 @pytest.mark.clause("SF-10")
+@pytest.mark.case("P-15")
+@pytest.mark.parametrize("number", ["9" * 5000, "1e999", "-1e400"])
+@pytest.mark.parametrize("target", ["messages", "responses"])
+def test_a_number_that_cannot_be_written_again_is_refused(number: str, target: str) -> None:
+    body = b'{"model":"public","messages":[],"vendor":{"n":%b}}' % number.encode()
+    with pytest.raises(InvalidRequest, match="too large"):
+        plan_request("chat_completions", target, body, model="real")
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": f'{{"n":{number}}}'}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    if target == "messages":
+        assert refused("chat_completions", target, {"messages": messages}).endswith("function.arguments")
+
+
+@pytest.mark.clause("SF-10")
+@pytest.mark.case("P-15")
+def test_numbers_keep_their_value() -> None:
+    value = made(
+        "messages", "chat_completions", {"messages": [USER], "max_tokens": 1, "n64": 2**60 + 1, "f": 1e-7}
+    )
+    assert (value["n64"], value["f"]) == (2**60 + 1, 1e-7)
+
+
+@pytest.mark.clause("SF-10")
 def test_a_messages_conversation_becomes_a_chat_with_every_turn_in_its_place() -> None:
     hint = {"cache_control": {"type": "ephemeral"}}
     body = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from iop.api.http.convert.losses import Losses, invalid, items_of, object_of, text_of
+from iop.api.http.convert.numbers import load_text
 
 __all__ = ["MAX_TOKENS_DEFAULT", "chat_to_messages"]
 
@@ -149,7 +149,7 @@ def _assistant(message: Mapping[str, Any], where: str, losses: Losses) -> list[d
         function = object_of(object_of(call, here).get("function"), f"{here}.function")
         arguments = text_of(function.get("arguments"), f"{here}.function.arguments")
         try:
-            given = json.loads(arguments or "{}")
+            given = load_text(arguments or "{}")
         except ValueError:
             raise invalid(f"{here}.function.arguments", "must be JSON") from None
         blocks.append(

@@ -15,22 +15,31 @@ import orjson
 from iop.api.http.bulk import BulkFields
 from iop.api.http.convert.losses import Losses, invalid
 from iop.api.http.convert.messages_to_chat import messages_to_chat
+from iop.api.http.convert.numbers import load_request
 from iop.api.http.convert.shell import provider_head
 from iop.api.http.errors import Dialect
 from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList
 from iop.api.http.headers import request_headers
-from iop.api.http.relay import Relay
+from iop.api.http.relay import NOT_COUNTABLE, Relay
 from iop.api.http.splice import RequestFields
 from iop.core.errors import InvalidRequest, IopError
 from iop.edge.calls import TOKENIZE, TunnelCall
 from iop.edge.dispatch import DispatchHandle
-from iop.wire.messages import BodyFraming, Header
+from iop.wire.messages import BodyFraming, Header, StreamError, StreamErrorCode
 
-__all__ = ["NOT_COUNTABLE", "TokenizeRelay", "count_of", "tokenize_call", "tokenize_request"]
+__all__ = ["TokenizeRelay", "count_of", "tokenize_call", "tokenize_request"]
 
-NOT_COUNTABLE: Final = "not_countable"
-"""Reason why nobody's tokenizer was asked: the estimate answers."""
+_NO_COUNT: Final = frozenset(
+    {
+        NOT_COUNTABLE,
+        StreamErrorCode.CONNECT_FAILED,
+        StreamErrorCode.UPSTREAM_ERROR,
+        StreamErrorCode.UPSTREAM_TRUNCATED,
+        StreamErrorCode.TIMEOUT,
+    }
+)
+"""Errors of a tokenizer's answer that are its provider's own. A Node that is lost, or an Edge that stops, says so."""
 
 _READ: Final = ("system", "messages", "tools")
 """What of a request becomes prompt."""
@@ -50,13 +59,11 @@ def tokenize_request(fields: RequestFields | bytes, *, model: str) -> tuple[Sequ
     strings = fields.strings if isinstance(fields, BulkFields) else None
     if not raw:
         raise invalid("messages", "is too large to be converted")
+    body = load_request(raw)
+    if strings is not None:
+        body = strings.restore(body, "arguments")
     try:
-        body = json.loads(raw)
-        if strings is not None:
-            body = strings.restore(body, "arguments")
         chat = messages_to_chat({name: body.get(name) for name in _READ}, Losses("a tokenizer's request"))
-    except UnicodeDecodeError:
-        raise InvalidRequest("The body is not valid UTF-8.", reason="INVALID_JSON") from None
     except RecursionError:
         raise InvalidRequest("The body nests too deeply to be converted.", reason="JSON_TOO_DEEP") from None
     for index, message in enumerate(chat["messages"]):
@@ -138,11 +145,13 @@ class TokenizeRelay(Relay):
         *,
         status: int,
         headers: Sequence[Header],
-        framing: BodyFraming,  # noqa: ARG002 - a body that was cut is no JSON
+        framing: BodyFraming,  # noqa: ARG002 - a body that was cut is no JSON, or ends in an error
     ) -> None:
         """Only a success, in clear as it was asked for, is read."""
         told: Mapping[bytes, bytes] = {name.lower(): value for name, value in headers}
-        self._is_usable = status == 200 and told.get(b"content-encoding", b"identity") == b"identity"
+        self._is_usable = (
+            status == 200 and told.get(b"content-encoding", b"identity").strip().lower() == b"identity"
+        )
 
     def on_body(self, data: bytes) -> None:
         """Keep what may be a count; nothing of it goes to the caller."""
@@ -169,6 +178,17 @@ class TokenizeRelay(Relay):
         headers = self._begin(exchange, handle, 200)
         headers += [(b"content-type", b"application/json"), (b"x-iop-converted", TOKENIZE.encode())]
         exchange.respond(200, headers, orjson.dumps({"input_tokens": count}))
+
+    def on_error(self, error: StreamError) -> None:
+        """Nobody needs a tokenizer that is away, breaks or is slow: the estimate answers as well."""
+        exchange = self._exchange
+        if error.code not in _NO_COUNT:
+            super().on_error(error)
+            return
+        self._handle = None
+        if not (exchange.is_ended or exchange.is_gone):
+            exchange.release_body()
+            self._estimate()
 
 
 def _is_text(content: Any) -> bool:

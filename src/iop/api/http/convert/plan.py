@@ -15,6 +15,7 @@ from iop.api.http.convert.chat_to_responses import chat_to_responses
 from iop.api.http.convert.losses import Losses
 from iop.api.http.convert.messages_to_chat import messages_to_chat
 from iop.api.http.convert.messages_writer import MessagesWriter
+from iop.api.http.convert.numbers import load_request
 from iop.api.http.convert.readers import ChatReader, MessagesReader, Reader
 from iop.api.http.convert.responses_reader import ResponsesReader
 from iop.api.http.convert.responses_to_chat import response_echo, responses_to_chat
@@ -140,11 +141,8 @@ def plan_request(
             reason="BODY_TOO_LARGE",
             details={"limit_bytes": str(CONVERTED_BYTES_MAX)},
         )
-    # The plain decoder keeps integers of any size; numbers of schemas and vendor fields stay what they are.
-    try:
-        body = json.loads(raw)
-    except UnicodeDecodeError:
-        raise InvalidRequest("The body is not valid UTF-8.", reason="INVALID_JSON") from None
+    # The plain decoder keeps large integers; numbers of schemas and vendor fields stay what they are.
+    body = load_request(raw)
     if strings is not None:
         body = strings.restore(body, "arguments")  # JSON within JSON is looked into
     options = body.get("stream_options")
