@@ -8,7 +8,6 @@ import random
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 from iop import __version__
 from iop.adapters.registry import adapter_types, create_adapter
@@ -21,14 +20,11 @@ from iop.net.admin_steps import AdminStepCodec
 from iop.net.dialer import Dialer
 from iop.net.tls import ClientTls
 from iop.node.node import Node, NodeIdentity
-from iop.node.supervisor import LinkState, ReconnectPolicy
+from iop.node.supervisor import ReconnectPolicy
 from iop.obs.tracing import Tracer
 from iop.wire.handshake import PROTOCOL_VERSION_MAX
 
 __all__ = ["node_role"]
-
-READY_POLL_S: Final = 0.05
-"""How late the first readiness may be told; it is told once."""
 
 
 def node_role(file: Path, *, warn: Callable[[str], None]) -> Role:
@@ -90,9 +86,8 @@ def _make_node(config: NodeConfig, tracer: Tracer | None) -> Node:
 
 
 async def _announce_when_ready(node: Node, process: Process) -> None:
-    """Tell the process's watchers once, when the Edge has acknowledged readiness."""
-    while node.state is not LinkState.READY:  # noqa: ASYNC110  (asked a few times, at start-up only)
-        await asyncio.sleep(READY_POLL_S)
+    """Tell the process once that the Edge has acknowledged readiness: from then on a stop lets work finish."""
+    await node.wait_ready()
     process.announce({"node": True, "pid": os.getpid()})
 
 

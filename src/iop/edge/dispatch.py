@@ -298,6 +298,12 @@ class Dispatcher:
         self._recall()
         self.apply(settled)
 
+    def set_leaving(self, node: NodeId, generation: Generation) -> None:
+        """A Node stops: nothing new starts there, and who waits for it alone has the grace left (EN-109, EN-110)."""
+        settled = self.pools.set_leaving(node, generation, now=self._loop.time())
+        self._recall()
+        self.apply(settled)
+
     def abort(self, keys: Collection[ProviderKey]) -> int:
         """End all work on these providers with ``aborted_by_admin``; how many had no outcome yet (AD-41)."""
         ended = 0

@@ -55,7 +55,7 @@ from iop.wire.messages import (
     RegisterRequest,
     RegisterResponse,
 )
-from iop.wire.model_facts import ABSENT_OPERATIONS, read_names
+from iop.wire.model_facts import ABSENT_OPERATIONS, NODE_STOPPING, read_names
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +163,8 @@ class Nodes:
                 if shown.id in configured
             }
             self._note_missing(node, session)
+            if any(shown.capabilities.get(NODE_STOPPING) == "true" for shown in report.providers):
+                self._note_leaving(node)
             for watcher in self._watchers:
                 watcher.node_reported(node, report)
 
@@ -360,6 +362,12 @@ class Nodes:
                 log.info(effect.name, extra={"node_id": effect.node, "reason": effect.reason})
             case _:
                 assert_never(effect)
+
+    def _note_leaving(self, node: NodeId) -> None:
+        """It will close when its work is done: others are asked, and nobody waits for it (EN-109)."""
+        generation = self.registry.generation_of(node)
+        if generation is not None and self._dispatcher is not None:
+            self._dispatcher.set_leaving(node, generation)
 
     def _note_missing(self, node: NodeId, session: _Session) -> None:
         """Which routes the engines lack: whoever is asked for one that others of the pool have (EN-51)."""

@@ -23,7 +23,7 @@ from iop.wire.messages import (
     ProviderReport,
     ProviderSnapshot,
 )
-from iop.wire.model_facts import ABSENT_OPERATIONS, MODEL_FACTS, encode_facts
+from iop.wire.model_facts import ABSENT_OPERATIONS, MODEL_FACTS, NODE_STOPPING, encode_facts
 
 COMMAND_TIMEOUT_S: Final = 30.0
 """Longest a query may take; only a read-back waits for an engine at all."""
@@ -194,11 +194,13 @@ def _snapshot(provider: Provider, *, is_stopping: bool) -> ProviderSnapshot:
         weight_version=now_is.weight_version,
         reason=provider.failure or now_is.reason,
         models=now_is.models,
-        capabilities=_capability_map(capabilities, now_is),
+        capabilities=_capability_map(capabilities, now_is, is_stopping=is_stopping),
     )
 
 
-def _capability_map(capabilities: AdapterCapabilities, now_is: AdapterSnapshot) -> dict[str, str]:
+def _capability_map(
+    capabilities: AdapterCapabilities, now_is: AdapterSnapshot, *, is_stopping: bool
+) -> dict[str, str]:
     told = {
         "tunnels": _yes(capabilities.tunnels),
         "runs": _yes(capabilities.runs),
@@ -206,6 +208,8 @@ def _capability_map(capabilities: AdapterCapabilities, now_is: AdapterSnapshot) 
         "sessions": _yes(capabilities.sessions),
         "operations": ",".join(sorted(capabilities.operations)),
     }
+    if is_stopping:
+        told[NODE_STOPPING] = _yes(True)
     if capabilities.admin_refusal:
         told["admin_refusal"] = capabilities.admin_refusal
     if now_is.engine_version:

@@ -143,6 +143,7 @@ class Node:
         self._report_timer: asyncio.TimerHandle | None = None
         self._transport: dict[str, str] = {}
         self._ready_count = 0
+        self._was_ready = asyncio.Event()
         self._parts: NodeParts | None = None
 
     @property
@@ -159,6 +160,10 @@ class Node:
     def providers(self) -> ProviderSet | None:
         """Who serves, once running."""
         return self._parts.providers if self._parts is not None else None
+
+    async def wait_ready(self) -> None:
+        """Wait until the Edge has acknowledged readiness for the first time; the caller bounds it."""
+        await self._was_ready.wait()
 
     def stop(self) -> None:
         """Shut down: finish what runs within the grace, then end (EN-109). A second call skips the grace."""
@@ -224,6 +229,7 @@ class Node:
         if self._supervision.state is not before.state:
             if isinstance(event, Ready):
                 self._ready_count += 1
+                self._was_ready.set()
             reason = event.reason if isinstance(event, Lost | FatalLocalError) else ""
             _log.info(
                 "link.%s node_id=%s attempts=%s reason=%s",

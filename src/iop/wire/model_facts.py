@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["ABSENT_OPERATIONS", "MODEL_FACTS", "ModelFacts", "decode_facts", "encode_facts", "read_names"]
+__all__ = [
+    "ABSENT_OPERATIONS",
+    "MODEL_FACTS",
+    "NODE_STOPPING",
+    "ModelFacts",
+    "decode_facts",
+    "encode_facts",
+    "read_names",
+]
 
 ABSENT_OPERATIONS = "absent_operations"
 """Capability: operations that the profile names and the engine does not have, with commas."""
 
 MODEL_FACTS = "model:"
 """Beginning of the capability of one target."""
+
+NODE_STOPPING = "node_stopping"
+"""Capability, ``true``: the Node lets its work finish and takes none any more, until its connection closes (EN-109)."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -199,6 +199,37 @@ async def test_a_full_a_slow_and_an_empty_pool_answer_as_they_must(tmp_path: Pat
             assert b"retry-after" in fields
 
 
+@pytest.mark.case("P-19")
+@pytest.mark.clause("EN-109", "EN-110")
+async def test_nobody_waits_for_what_a_node_that_stops_still_does(tmp_path: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def script(call: StubCall) -> None:
+        await go_on.wait()
+        await call.write(whole_answer(b"{}"))
+
+    async with StubEngine(script) as stub:
+        fleet = ProcessFleet(
+            tmp_path,
+            {"n1": [provider(stub.endpoint, capacity=1)]},
+            model={"queue": {"timeout_sec": 60, "no_capacity_grace_sec": 0.5}},
+        )
+        async with fleet:
+            await fleet.start()
+            running = await fleet.ask(PLAIN)
+            await eventually(lambda: len(stub.calls) == 1, what="one runs")
+            waiting = await fleet.ask(PLAIN)
+            fleet.signal("n1", signal.SIGTERM)
+            for caller in (waiting, await fleet.ask(PLAIN)):
+                status, fields, _ = await caller.read_answer()
+                assert (status, fields[b"x-iop-reason"]) == (503, b"no_capacity")
+            (shown,) = (await fleet.node("n1"))["providers"]
+            assert (shown["status"], shown["in_flight"]) == ("draining", 1)
+            go_on.set()
+            assert (await running.read_answer())[0] == 200, "what ran has finished"
+            await fleet.settled()
+
+
 # ---- P-10: agents ----
 
 STUBBORN = """

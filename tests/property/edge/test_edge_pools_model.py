@@ -140,6 +140,11 @@ class PoolsMachine(RuleBasedStateMachine):
                 del self.out[lease.id]
             self.take_in(settled)
 
+    @rule(node=st.sampled_from(NODES))
+    def stop(self, node):
+        if node in self.alive:
+            self.take_in(self.pools.set_leaving(NodeId(node), self.alive[node], now=self.now))
+
     @rule(node=st.sampled_from(NODES), mode=st.sampled_from(list(GateMode)))
     def gate(self, node, mode):
         gate = OPEN_GATE if mode is GateMode.OPEN else ProviderGate(mode=mode, held_by=("epoch 1",))

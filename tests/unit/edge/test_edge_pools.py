@@ -561,6 +561,42 @@ def test_explain_says_why_each_member_is_or_is_not_eligible():
     assert pools.explain(demand(), now=2.0)[0].why == "its Node is not connected"
 
 
+# ---- a Node that stops (EN-109) ----
+
+
+@pytest.mark.case("P-19")
+@pytest.mark.clause("EN-109", "EN-110")
+def test_who_waits_for_a_node_that_stops_has_the_grace_and_not_its_whole_drain():
+    pools = one(queue=QueueSpec(timeout_s=100, no_capacity_grace_s=5))
+    up(pools)
+    lease = take(pools)
+    first = wait(pools)
+    assert pools.set_leaving(N1, Generation(1), now=1.0) == []
+    assert pools.next_deadline() == 6.0
+    assert pools.release(lease, Verdict.SUCCESS, now=2.0) == [], "its slot goes to nobody"
+    assert pools.explain(demand(), now=2.0)[0].why == "its Node is stopping"
+    second = wait(pools, now=3.0)
+    pools.fence(N1, Generation(1), now=4.0)
+    [denied] = pools.handle_deadline(6.0)
+    assert (denied.waiter, denied.refusal.reason) == (first, RefusalReason.NO_CAPACITY)
+    assert granted(up(pools, 2, now=7.0)) == [second], "it is back, and takes what comes"
+    assert pools.check(7.0) == []
+
+
+@pytest.mark.clause("EN-109", "EN-91")
+def test_a_node_that_stops_shows_what_still_runs_and_starts_nothing():
+    pools = two()
+    lease = pools.acquire(demand(preferred=pools.name_of(K1)), now=0.0)
+    assert lease.key == K1
+    pools.set_leaving(N1, Generation(1), now=1.0)
+    assert not pools.may_start(lease)
+    shown = pools.provider_figures(K1)
+    assert (shown.status, shown.in_flight, shown.queued) == ("draining", 1, 0)
+    assert {take(pools).key for _ in range(2)} == {K2}
+    assert isinstance(pools.acquire(demand(), now=1.0), Waiting)
+    assert pools.set_leaving(N1, Generation(9), now=1.0) == [], "news of another generation"
+
+
 # ---- routes that an engine lacks (EN-51) ----
 
 

@@ -153,12 +153,14 @@ class Pools:
     def may_start(self, lease: Lease) -> bool:
         """Whether work may begin under a lease that was granted earlier.
 
-        It is still out, no gate has closed since, and the adapter has not gone.
+        It is still out, no gate has closed since, the adapter has not gone and its Node does not stop.
         """
         if lease.id not in self.leases:
             return False
         provider = self._providers.get(lease.key)
-        return provider is not None and provider.gate.is_open and provider.is_started
+        return (
+            provider is not None and provider.gate.is_open and provider.is_started and not provider.is_leaving
+        )
 
     def hold_back(self, key: ProviderKey, until: float) -> None:
         """A provider's own gate was full: nothing new for it until then (EN-117)."""
@@ -186,6 +188,7 @@ class Pools:
         for provider in mine:
             provider.generation = generation
             provider.is_started = provider.key.provider not in absent
+            provider.is_leaving = False
             provider.breaker.reset()
             provider.busy_until = 0.0
             provider.learn(frozenset())
@@ -208,6 +211,17 @@ class Pools:
             provider.is_started = not provider.is_started
             if provider.spec.is_administered and provider.gate.is_open:
                 provider.gate = RECONCILE_GATE
+        return self._settle(touched, now)
+
+    def set_leaving(self, node: NodeId, generation: Generation, *, now: float) -> list[Settlement]:
+        """A Node said that it stops: it is not there for anybody new, while what runs may finish (EN-109, EN-110)."""
+        touched = [
+            p
+            for p in self._providers.values()
+            if p.key.node == node and p.generation == generation and not p.is_leaving
+        ]
+        for provider in touched:
+            provider.is_leaving = True
         return self._settle(touched, now)
 
     def set_missing(
@@ -243,6 +257,7 @@ class Pools:
         for provider in mine:
             if provider.generation == generation:
                 provider.generation = None
+                provider.is_leaving = False
                 provider.breaker.reset()
                 provider.learn(frozenset())
         lost = self.leases.give_back_all(node, generation)

@@ -16,7 +16,7 @@ from iop.edge.snapshot import ModelSpec
 def provider_figures(provider: Provider, leases: LeaseBook, queues: Iterable[ModelQueue]) -> ProviderFigures:
     """One resource for status (EN-91, EN-92). Zero and offline while its Node is away."""
     status, health, reason = _health(provider)
-    if not provider.is_live:
+    if not (provider.is_live or provider.is_leaving):
         return ProviderFigures(
             key=provider.key,
             name=provider.name,
@@ -32,7 +32,7 @@ def provider_figures(provider: Provider, leases: LeaseBook, queues: Iterable[Mod
             reason=reason,
         )
     queued = long_queued = 0
-    for queue in queues:
+    for queue in queues if provider.is_live else ():
         for class_key, lane in queue.classes.items():
             if provider.serves(class_key):
                 queued += len(lane)
@@ -80,6 +80,8 @@ def _obstacle(provider: Provider, key: ClassKey, leases: LeaseBook, now: float) 
         return "its Node is not connected"
     if not provider.is_started:
         return "its adapter did not start"
+    if provider.is_leaving:
+        return "its Node is stopping"
     if key.operation not in provider.served:
         if key.operation in provider.served_as_configured:
             return "its engine was found to lack a route for this operation"
@@ -111,6 +113,8 @@ def _health(provider: Provider) -> tuple[str, str, str]:
     if not provider.is_started:
         return "unavailable", "offline", "its adapter did not start"
     health = "failing" if provider.breaker.is_tripped else "online"
+    if provider.is_leaving:
+        return "draining", health, "its Node is stopping"
     if not provider.is_enabled:
         return "disabled", health, "disabled"
     if not provider.gate.is_open:

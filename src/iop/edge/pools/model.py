@@ -94,7 +94,7 @@ class ProviderFigures:
     """One resource for status (EN-91, EN-92).
 
     Attributes:
-        status: ``available``, ``paused``, ``disabled`` or ``unavailable``.
+        status: ``available``, ``paused``, ``disabled``, ``draining`` or ``unavailable``.
         health: ``online``, ``failing`` (its breaker is tripped) or ``offline``.
     """
 

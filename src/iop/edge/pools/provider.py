@@ -50,6 +50,7 @@ class Provider:
     Attributes:
         generation: of the Node that is activated now; ``None`` while it is away.
         is_started: its adapter came up on the Node; else the Node would refuse whatever it is sent.
+        is_leaving: its Node stops: what runs may finish, and nothing new is taken (EN-109).
         overrides: values that reconfiguration put over the file's (AD-47).
         missing: routes that its engine was found not to have, as its Node told in this generation (EN-51).
         passed_over: picks that the long (True) or short (False) head lost to the other in a row (EN-111).
@@ -65,6 +66,7 @@ class Provider:
     last_picked: int = 0
     is_configured: bool = True
     is_started: bool = True
+    is_leaving: bool = False
     models: tuple[ModelId, ...] = ()
     overrides: Overrides = NO_OVERRIDES
     missing: frozenset[str] = frozenset()
@@ -109,7 +111,7 @@ class Provider:
     @property
     def is_live(self) -> bool:
         """There, and wanted; gates and load aside."""
-        return self.generation is not None and self.is_started and self.is_enabled
+        return self.generation is not None and self.is_started and not self.is_leaving and self.is_enabled
 
     def serves(self, key: ClassKey) -> bool:
         """Whether it could ever take a demand of this class."""
@@ -128,6 +130,7 @@ class Provider:
         return (
             self.generation is not None
             and self.is_started
+            and not self.is_leaving
             and self.gate.mode is GateMode.OPEN
             and leases.in_flight(self.key) < self.capacity
             and self.is_enabled
