@@ -5,6 +5,7 @@ An answer that cannot be told counts as a failure: success is what was read back
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 
 from iop.admin.enums import (
@@ -65,7 +66,9 @@ def judge(
         phase: what the error says about where it happened.
     """
     if outcome.error is not None:
-        return outcome.error
+        # A driver says APPLYING of whatever it did; which step that was is known here.
+        is_vague = outcome.error.step is ParticipantPhase.APPLYING
+        return dataclasses.replace(outcome.error, step=phase) if is_vague else outcome.error
     if not read_back.reachable:
         return ParticipantError(
             code=AdminErrorCode.PARTICIPANT_LOST,

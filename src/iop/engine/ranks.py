@@ -43,6 +43,11 @@ class _Channel(asyncio.Protocol):
         # Cast, not checked: uvloop's transports are no instances of asyncio.Transport.
         self._transport = cast("asyncio.Transport", transport)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it owes an answer that somebody still waits for."""
+        return any(not answer.done() or answer.cancelled() for answer in self._waiting)
+
     def expect(self) -> asyncio.Future[dict[str, Any]]:
         """A future for the next answer that nobody awaits yet."""
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -100,6 +105,7 @@ class RankGroup:
         self._fds: list[int] = []
         self._exchange: Exchange | None = None
         self._is_closed = False
+        self._why = ""
         self._answer_timeout_s = 60.0
 
     @property
@@ -209,8 +215,11 @@ class RankGroup:
             async with asyncio.timeout(timeout_s or self._answer_timeout_s):
                 found = [await order for order in orders]
         except TimeoutError as exc:
-            self._lose("A rank did not answer in time.")
-            raise _lost() from exc
+            silent = [str(rank) for rank, channel in enumerate(self._channels) if channel.is_awaited]
+            self._lose(f"Rank {', '.join(silent)} did not answer in time.")
+            raise _lost(self._why) from exc
+        except Unavailable as exc:
+            raise _lost(self._why) from exc  # all end with the first: that is the one to name
         for message in found:
             _checked(message)
         return tuple(found)
@@ -239,6 +248,7 @@ class RankGroup:
     def _lose(self, why: str) -> None:
         if self._is_closed:
             return
+        self._why = why
         _log.error("rank.lost why=%s", why)
         self.close()
         self._on_lost(why)
@@ -258,9 +268,10 @@ async def _all_loaded(hellos: Sequence[asyncio.Future[dict[str, Any]]]) -> None:
         raise lost
 
 
-def _lost() -> Unavailable:
+def _lost(why: str = "") -> Unavailable:
     return Unavailable(
-        "A rank of the engine is gone; the engine serves nothing until it is restarted.", reason="RANK_LOST"
+        f"{why or 'A rank of the engine is gone.'} The engine serves nothing until it is restarted.",
+        reason="RANK_LOST",
     )
 
 

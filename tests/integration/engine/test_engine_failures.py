@@ -62,6 +62,19 @@ async def test_a_rank_that_stops_answering_is_lost(settings: EngineSettings) -> 
         assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
+@pytest.mark.case("P-24")
+@pytest.mark.clause("AD-30", "AD-31")
+async def test_an_operation_that_a_silent_rank_holds_up_ends_and_names_it(settings: EngineSettings) -> None:
+    async with Engine(replace(settings, step_timeout_s=0.5)) as engine:
+        pids = await pids_of(engine)
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="Rank 1 did not answer in time") as caught:
+            await engine.read_back()
+        assert caught.value.reason == "RANK_LOST"
+        assert "Rank 1" in await engine.wait_failed()
+
+
 async def test_closing_ends_requests_and_leaves_no_process(settings: EngineSettings) -> None:
     engine = Engine(settings)
     await engine.start()
