@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from iop.admin.core import AdminCore, MutationCall
-from iop.admin.enums import AdmissionPolicy, PauseMode
+from iop.admin.enums import AdminErrorCode, AdmissionPolicy, DrainTimeoutAction, PauseMode
 from iop.admin.profile import Capabilities, ParticipantInfo
 from iop.admin.requests import (
     AllTargets,
@@ -17,7 +17,7 @@ from iop.admin.requests import (
     PauseSpec,
     ResumeRequest,
 )
-from iop.admin.results import OperationCompleted
+from iop.admin.results import OperationCompleted, OperationFailed
 from iop.admin.steps import ParticipantOutcome, ParticipantReadBack, PauseStep, ResumeStep, StepResult
 from iop.core.errors import Draining
 from iop.core.ids import GroupId, OperationId, ParticipantId, RunId
@@ -115,15 +115,19 @@ class Fleet:
         node.answer_step = self.engine.step
         return node.connect()
 
-    async def operate(self, make):
+    async def end_of(self, make):
         request = make(MutationOptions(idempotency_key=f"key-{next(self._keys)}"))
         call = MutationCall(principal=ADMIN, request=request, request_sha256=digest_of(request))
         events = [event async for event in self.core.submit(call)]
-        assert isinstance(events[-1].event, OperationCompleted), events[-1]
-        return events[-1].event.result
+        return events[-1].event
 
-    async def pause(self, mode=PauseMode.DRAIN, admission=AdmissionPolicy.QUEUE):
-        spec = PauseSpec(mode=mode, admission=admission)
+    async def operate(self, make):
+        ended = await self.end_of(make)
+        assert isinstance(ended, OperationCompleted), ended
+        return ended.result
+
+    async def pause(self, mode=PauseMode.DRAIN, admission=AdmissionPolicy.QUEUE, **more):
+        spec = PauseSpec(mode=mode, admission=admission, **more)
         return await self.operate(
             lambda options: PauseRequest(options=options, target=AllTargets(), pause=spec)
         )
@@ -274,5 +278,97 @@ def test_a_caller_who_leaves_a_frozen_request_gets_the_outcome_at_once_and_the_l
         await fleet.resume(result.pause_epoch)
         node.streams[0].fail("cancelled")
         assert len(fleet.edge.pools.leases) == 0
+
+    play(scenario)
+
+
+@pytest.mark.case("P-23")
+@pytest.mark.clause("AD-41", "AD-42", "SF-09")
+@pytest.mark.parametrize("admission", list(AdmissionPolicy))
+def test_who_comes_during_a_keep_waits_or_is_refused_and_a_second_keep_changes_nothing(admission):
+    async def scenario(fleet):
+        node = fleet.connect()
+        await fleet.is_open()
+        kept = await fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+        first = await fleet.pause(PauseMode.KEEP, admission)
+        second = await fleet.pause(PauseMode.KEEP, admission)
+        assert second == first and first.kept == 1, "the same pause"
+        assert kept.is_frozen and kept.outcome is None
+        async with asyncio.TaskGroup() as tasks:
+            newcomer = fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+            if admission is AdmissionPolicy.REJECT:
+                with pytest.raises(Draining) as refused:
+                    await newcomer
+                assert refused.value.reason == "paused"
+            else:
+                waiting = tasks.create_task(newcomer)
+                await asyncio.sleep(100)
+                assert not waiting.done()
+            assert kept.is_frozen
+            await fleet.resume(first.pause_epoch)
+        assert not kept.is_frozen
+        if admission is AdmissionPolicy.QUEUE:
+            assert waiting.result().outcome is None
+        node.streams[0].start()
+        node.streams[0].end()
+        assert kept.outcome is Outcome.COMPLETE
+
+    play(scenario)
+
+
+@pytest.mark.case("P-23")
+@pytest.mark.clause("AD-18", "AD-41", "EN-112")
+def test_an_abort_on_top_of_a_keep_ends_what_was_kept():
+    async def scenario(fleet):
+        node = fleet.connect()
+        await fleet.is_open()
+        sink = RecordingSink()
+        kept = await fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(sink))
+        await fleet.pause(PauseMode.KEEP)
+        async with asyncio.TaskGroup() as tasks:
+            aborting = tasks.create_task(fleet.pause(PauseMode.ABORT, AdmissionPolicy.REJECT))
+            await asyncio.sleep(1)
+            assert kept.outcome is Outcome.ABORTED_BY_ADMIN
+            assert sink.error.code == "aborted_by_admin"
+            node.streams[0].fail("cancelled")
+        assert aborting.result().aborted == 1
+        assert len(fleet.edge.pools.leases) == 0
+
+    play(scenario)
+
+
+@pytest.mark.case("P-23")
+@pytest.mark.clause("AD-41", "AD-42")
+@pytest.mark.parametrize("then", list(DrainTimeoutAction))
+def test_a_drain_whose_time_is_over_tells_what_ran_and_what_became_of_it(then):
+    async def scenario(fleet):
+        node = fleet.connect()
+        await fleet.is_open()
+        running = await fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+        spec = PauseSpec(
+            mode=PauseMode.DRAIN,
+            admission=AdmissionPolicy.QUEUE,
+            drain_timeout_ms=5000,
+            on_drain_timeout=then,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            pausing = tasks.create_task(
+                fleet.end_of(lambda options: PauseRequest(options=options, target=AllTargets(), pause=spec))
+            )
+            await asyncio.sleep(6)
+            if then is DrainTimeoutAction.ABORT:
+                assert running.outcome is Outcome.ABORTED_BY_ADMIN
+                node.streams[0].fail("cancelled")
+        ended = pausing.result()
+        if then is DrainTimeoutAction.ABORT:
+            assert isinstance(ended, OperationCompleted)
+            assert (ended.result.aborted, ended.result.drained) == (1, 0)
+        else:
+            assert isinstance(ended, OperationFailed)
+            assert ended.error.code is AdminErrorCode.DRAIN_TIMEOUT
+            assert ended.error.participants == ("n1/main/0",) and ended.error.rolled_back
+            assert "still running" in ended.error.message
+            assert running.outcome is None and not fleet.engine.paused
+            await fleet.is_open()
 
     play(scenario)
