@@ -89,7 +89,8 @@ async def test_streams_finish_under_the_config_that_they_began_with(tmp_path: Pa
 
             fleet.more = {"models": [{"id": "fast", "providers": []}]}  # an invalid one
             assert await take() == 3
-            assert "config.refused" in fleet.log("edge")
+            (told,) = (line for line in fleet.log("edge").splitlines() if "config.refused" in line)
+            assert "models[0].providers: is empty" in told, "the reason is visible"
             assert await engine_of(fleet) == "new"
 
             fleet.more = {}  # the same one twice has no effect, so nothing is said of it
