@@ -58,10 +58,16 @@ def scored_line(text: str, tokens: Iterable[ScoredToken]) -> str:
 class ScoredLines:
     """Reads one output's lines, however its deltas were cut."""
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_rest", "_rest_size")
 
     def __init__(self) -> None:
-        self._rest = ""
+        self._rest: list[str] = []
+        self._rest_size = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of a line is left that has not come to its end."""
+        return not self._rest_size
 
     def feed(self, delta: str) -> Sequence[tuple[str, tuple[ScoredToken, ...]]]:
         """The steps that are whole.
@@ -69,8 +75,15 @@ class ScoredLines:
         Raises:
             RemoteProtocolError: a line is none, or too long.
         """
-        *lines, self._rest = (self._rest + delta).split("\n")
-        if len(self._rest) > LINE_BYTES_MAX:
+        head, *more = delta.split("\n")
+        self._rest.append(head)
+        self._rest_size += len(head)
+        lines: list[str] = []
+        if more:
+            *whole, rest = more
+            lines = ["".join(self._rest), *whole]
+            self._rest, self._rest_size = [rest], len(rest)
+        if self._rest_size > LINE_BYTES_MAX:
             raise RemoteProtocolError("a scored delta has no end")
         steps = []
         for line in lines:

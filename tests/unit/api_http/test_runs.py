@@ -309,6 +309,22 @@ def test_scores_that_cannot_be_read_end_the_answer_as_no_success() -> None:
     assert b"upstream_error" in scene.body and b"[DONE]" not in scene.body
 
 
+@pytest.mark.clause("SF-06", "SF-14")
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_scores_that_were_cut_make_no_success(is_stream: bool) -> None:
+    lines = scored_line("a", []) + scored_line("lost", [])
+    scene = Scene(is_stream=is_stream).play(SCORED, *scored(lines[:-1]), DONE)
+    assert b"upstream_error" in scene.body and b"[DONE]" not in scene.body
+
+
+@pytest.mark.clause("SF-06", "EN-101")
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_nodes_number_of_outputs_costs_nothing(is_stream: bool) -> None:
+    far = RunEvent(type=RunEventType.DELTA, delta="x", output_index=2**31 - 1)
+    scene = Scene(is_stream=is_stream).play(START, far, DONE)
+    assert b"upstream_error" in scene.body and b"[DONE]" not in scene.body
+
+
 @pytest.mark.clause("SF-10", "EN-66")
 def test_text_that_is_no_call_does_not_wait_for_the_end() -> None:
     scene = Scene(is_stream=True, has_tools=True).play(START, HELLO)

@@ -29,7 +29,9 @@ def test_any_cut_of_the_lines_gives_the_same_steps(
     told = "".join(scored_line(text, tokens) for text, tokens in steps)
     reader = ScoredLines()
     read = [step for at in range(0, len(told), size) for step in reader.feed(told[at : at + size])]
-    assert read == steps
+    assert read == steps and reader.is_whole
+    reader.feed("[")
+    assert not reader.is_whole
 
 
 @pytest.mark.clause("EN-43")

@@ -39,6 +39,9 @@ _FIELD: Final = re.compile(r"([a-z_]+(?:\.[a-z_]+|\[\d+\])*): ")
 MESSAGE_CHARS_MAX: Final = 300
 """Longest part of an adapter's own words that a caller reads."""
 
+OUTPUTS_MAX: Final = 1024
+"""Alternatives of one answer; callers ask for some, and a Node's number is not trusted."""
+
 
 class _Choice:
     """One alternative so far. ``held`` is text that may still turn out to be a tool call."""
@@ -171,6 +174,9 @@ class RunRelay:
     def _add(self, event: RunEvent, size: int) -> None:
         choice = self._choices.get(event.output_index)
         if choice is None:
+            if not 0 <= event.output_index < OUTPUTS_MAX:
+                self._give_up()  # every one below it is told of at the end
+                return
             choice = self._choices[event.output_index] = _Choice(is_holding=self._has_tools)
         self._bytes += size
         if self._bytes > self._bytes_max and (choice.is_holding or not self._is_stream):
@@ -293,6 +299,14 @@ class RunRelay:
     # ---- endings ----
 
     def _complete(self, event: RunEvent) -> None:
+        is_cut = any(
+            choice.lines is not None and not choice.lines.is_whole for choice in self._choices.values()
+        )
+        if is_cut or len(event.finish_reasons) > OUTPUTS_MAX:
+            if self._handle is not None:
+                self._handle.note_truncated()  # text would be missing from what looks whole
+            self._end_badly(StreamError(code="upstream_error"))
+            return
         count = max(1, len(event.finish_reasons), *(index + 1 for index in self._choices), 1)
         calls = self._native_calls(event)
         finished = []
