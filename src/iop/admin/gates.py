@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from iop.admin.desired import Desired, covering_pauses
 from iop.admin.enums import AdmissionPolicy, PauseMode
-from iop.admin.participant import AdmissionGate
+from iop.admin.participant import RECONCILIATION, AdmissionGate
 from iop.admin.profile import ParticipantInfo
 from iop.admin.records import OperationRecord
 from iop.admin.requests import PauseSpec, UpdateWeightsRequest
@@ -70,7 +70,7 @@ def _gate(
         # Nobody knows when a quarantine ends, so waiting for it would hang callers.
         is_rejecting = True
     if is_unreconciled:
-        held_by.append("reconciliation")
+        held_by.append(RECONCILIATION)
     return AdmissionGate(
         is_open=not held_by,
         admission=AdmissionPolicy.REJECT if is_rejecting else AdmissionPolicy.QUEUE,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from iop.admin.enums import AdmissionPolicy, PauseMode
 from iop.admin.overrides import FileValues
@@ -22,7 +22,10 @@ from iop.admin.profile import ParticipantInfo
 from iop.admin.steps import ParticipantReadBack, StepCall, StepProgress, StepResult
 from iop.core.ids import GroupId, ParticipantId
 
-__all__ = ["AdmissionGate", "ParticipantDriver", "ProgressSink"]
+__all__ = ["RECONCILIATION", "AdmissionGate", "ParticipantDriver", "ProgressSink"]
+
+RECONCILIATION: Final = "reconciliation"
+"""Among what holds a gate: its state is not known to be the desired one yet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

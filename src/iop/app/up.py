@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from iop.admin.participant import RECONCILIATION
 from iop.app.addresses import binding
 from iop.app.development import SHUTDOWN_GRACE_S, make_tokens, write_edge, write_engine, write_node
 from iop.app.home import RUN_FILE, RunFile, open_home, write_private
@@ -41,6 +42,12 @@ PART_GRACE_S: Final = 5.0
 
 STATUS_TIMEOUT_S: Final = 3.0
 """The question is a courtesy; nothing waits longer for it."""
+
+RECONCILED_TIMEOUT_S: Final = 5.0
+"""A sound engine takes milliseconds; for one that does not answer nobody waits longer to be told where things are."""
+
+RECONCILED_POLL_S: Final = 0.05
+"""How late the end of it may be seen; asked a few times, at start-up only."""
 
 LISTENERS: Final = ("http", "openengine", "admin", "ops", "nodes")
 
@@ -156,7 +163,7 @@ class Up:
         )
         write_private(home / RUN_FILE, run.to_json(with_tokens=True))
         elapsed_s = time.monotonic() - begun
-        paused = await asyncio.to_thread(_paused_models, run)
+        paused = await _paused_models(run)
         return Started(run=run, model=str(engine["model"]), elapsed_s=elapsed_s, home=home, paused=paused)
 
     async def _start_part(self, name: str, arguments: list[str], logs: Path) -> Mapping[str, Any]:
@@ -245,16 +252,33 @@ def _try_bind(address: Address) -> None:
         trial.listen(1)
 
 
-def _paused_models(run: RunFile) -> tuple[str, ...]:
+async def _paused_models(run: RunFile) -> tuple[str, ...]:
     """Models that wait for a resume: pauses outlive restarts (AD-26), and a newcomer would see a chat that hangs."""
     if "ops" not in run.addresses:
         return ()
     target = OpsTarget(address=run.addresses["ops"], token=run.tokens["viewer"], timeout_s=STATUS_TIMEOUT_S)
     try:
-        models = OpsClient(target).status()["models"]
+        status = await settled_status(OpsClient(target).status)
     except IopError:
         return ()
-    return tuple(str(model["id"]) for model in models if model["paused"])
+    return tuple(str(model["id"]) for model in status["models"] if model["paused"])
+
+
+async def settled_status(ask: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The Edge's status once no provider is held for reconciliation, which hides what else holds it (AD-35).
+
+    Bounded: the last answer then, whatever it says.
+
+    Raises:
+        IopError: whatever ``ask``, which is called in a thread, raises.
+    """
+    asked_until = time.monotonic() + RECONCILED_TIMEOUT_S
+    while True:
+        status = await asyncio.to_thread(ask)
+        gates = [gate for node in status["nodes"] for each in node["providers"] for gate in each["gates"]]
+        if RECONCILIATION not in gates or time.monotonic() >= asked_until:
+            return status
+        await asyncio.sleep(RECONCILED_POLL_S)
 
 
 def _as_flags(listen: Mapping[str, str], prefix: str) -> dict[str, tuple[str, str]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from iop.admin.enums import AdmissionPolicy
-from iop.admin.participant import AdmissionGate
+from iop.admin.participant import RECONCILIATION, AdmissionGate
 from iop.admin.profile import ParticipantInfo
 from iop.core.ids import GroupId, ParticipantId
 from iop.edge.calls import ProviderKey
@@ -50,7 +50,7 @@ class Group:
         for participant in self.infos:
             gate = self.gates.get(participant)
             if gate is None:
-                held["reconciliation"] = None
+                held[RECONCILIATION] = None
                 modes.add(GateMode.RECONCILING)
             elif not gate.is_open:
                 held.update(dict.fromkeys(gate.held_by))
@@ -67,6 +67,6 @@ _STRICTEST_FIRST: Final = (GateMode.QUARANTINED, GateMode.REJECT, GateMode.QUEUE
 def _mode_of(gate: AdmissionGate) -> GateMode:
     if "quarantine" in gate.held_by:
         return GateMode.QUARANTINED
-    if all(holder == "reconciliation" for holder in gate.held_by):
+    if all(holder == RECONCILIATION for holder in gate.held_by):
         return GateMode.RECONCILING
     return GateMode.REJECT if gate.admission is AdmissionPolicy.REJECT else GateMode.QUEUE

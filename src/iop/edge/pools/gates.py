@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum, unique
 from typing import Final
 
+from iop.admin.participant import RECONCILIATION
+
 
 @unique
 class GateMode(Enum):
@@ -45,4 +47,4 @@ class ProviderGate:
 
 
 OPEN_GATE: Final = ProviderGate(mode=GateMode.OPEN)
-RECONCILE_GATE: Final = ProviderGate(mode=GateMode.RECONCILING, held_by=("reconciliation",))
+RECONCILE_GATE: Final = ProviderGate(mode=GateMode.RECONCILING, held_by=(RECONCILIATION,))
