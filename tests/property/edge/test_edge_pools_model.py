@@ -121,11 +121,13 @@ class PoolsMachine(RuleBasedStateMachine):
             assert self.pools.cancel_wait(waiter)
             assert not self.pools.cancel_wait(waiter)
 
-    @rule(node=st.sampled_from(NODES))
-    def come(self, node):
+    @rule(node=st.sampled_from(NODES), stops=st.booleans())
+    def come(self, node, stops):
         if node not in self.alive:
             self.generation += 1
             self.alive[node] = Generation(self.generation)
+            if stops:
+                self.take_in(self.pools.set_leaving(NodeId(node), self.alive[node], now=self.now))
             self.take_in(self.pools.activate(NodeId(node), self.alive[node], now=self.now))
 
     @rule(node=st.sampled_from(NODES))

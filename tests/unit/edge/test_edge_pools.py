@@ -597,6 +597,32 @@ def test_a_node_that_stops_shows_what_still_runs_and_starts_nothing():
     assert pools.set_leaving(N1, Generation(9), now=1.0) == [], "news of another generation"
 
 
+@pytest.mark.case("P-19")
+@pytest.mark.clause("EN-109", "EN-17")
+def test_a_node_that_stops_before_it_is_activated_takes_nothing_when_it_is():
+    pools = one(queue=QueueSpec(timeout_s=100, no_capacity_grace_s=5))
+    first = wait(pools)
+    assert pools.set_leaving(N1, Generation(1), now=1.0) == []
+    assert up(pools, 1, now=2.0) == [], "its config came, and it stops all the same"
+    assert isinstance(pools.acquire(demand(), now=2.0), Waiting)
+    assert pools.explain(demand(), now=2.0)[0].why == "its Node is stopping"
+    pools.fence(N1, Generation(1), now=3.0)
+    assert first in granted(up(pools, 2, now=4.0)), "its next process does not"
+    assert pools.check(4.0) == []
+
+
+@pytest.mark.case("P-19")
+@pytest.mark.clause("EN-109", "EN-114")
+def test_a_provider_that_is_configured_on_a_node_that_stops_takes_nothing():
+    pools = one()
+    up(pools)
+    pools.set_leaving(N1, Generation(1), now=1.0)
+    adapters = {key: adapter_spec(key.partition("/")[2]) for key in ("n1/main", "n1/other")}
+    pools.apply_snapshot(snapshot_of(adapters, {"fast": list(adapters)}), now=2.0)
+    assert isinstance(pools.acquire(demand(), now=2.0), Waiting)
+    assert {view.why for view in pools.explain(demand(), now=2.0)} == {"its Node is stopping"}
+
+
 # ---- routes that an engine lacks (EN-51) ----
 
 

@@ -66,6 +66,8 @@ class Pools:
         self._affinities = Affinities()
         self._generations: dict[NodeId, Generation] = {}
         """Of all Nodes that are activated, also while the config names no provider on them."""
+        self._leaving: dict[NodeId, Generation] = {}
+        """Of Nodes that said that they stop, also before they were activated (EN-109)."""
         self._timed: dict[ProviderKey, Provider] = {}
         """Providers for which time alone changes something: a tripped breaker, a full gate on the Node."""
         self._next_waiter = 0
@@ -188,7 +190,7 @@ class Pools:
         for provider in mine:
             provider.generation = generation
             provider.is_started = provider.key.provider not in absent
-            provider.is_leaving = False
+            provider.is_leaving = self._leaving.get(node) == generation
             provider.breaker.reset()
             provider.busy_until = 0.0
             provider.learn(frozenset())
@@ -214,7 +216,11 @@ class Pools:
         return self._settle(touched, now)
 
     def set_leaving(self, node: NodeId, generation: Generation, *, now: float) -> list[Settlement]:
-        """A Node said that it stops: it is not there for anybody new, while what runs may finish (EN-109, EN-110)."""
+        """A Node said that it stops: it is not there for anybody new, while what runs may finish (EN-109, EN-110).
+
+        It may say so before its generation is activated, as while a changed config is on its way to it (EN-17).
+        """
+        self._leaving[node] = generation
         touched = [
             p
             for p in self._providers.values()
@@ -253,6 +259,8 @@ class Pools:
         """
         if self._generations.get(node) == generation:
             del self._generations[node]
+        if self._leaving.get(node) == generation:
+            del self._leaving[node]
         mine = [p for p in self._providers.values() if p.key.node == node]
         for provider in mine:
             if provider.generation == generation:
@@ -700,6 +708,7 @@ class Pools:
                         spec=spec,
                         breaker=Breaker(snapshot.breaker),
                         generation=self._generations.get(node.id),
+                        is_leaving=self._is_leaving(node.id),
                         gate=RECONCILE_GATE if spec.is_administered else OPEN_GATE,
                         models=models,
                     )
@@ -722,6 +731,11 @@ class Pools:
         for provider in list(self._providers.values()):
             if not provider.is_configured:
                 self._drop_if_idle(provider)
+
+    def _is_leaving(self, node: NodeId) -> bool:
+        """Whether what a Node gets now is there for nobody new: it said that it stops."""
+        generation = self._generations.get(node)
+        return generation is not None and self._leaving.get(node) == generation
 
     def _drop_if_idle(self, provider: Provider) -> None:
         """A removed provider goes when its last run ended (EN-114)."""
