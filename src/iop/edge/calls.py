@@ -36,12 +36,8 @@ GENERATIONS: Mapping[str, tuple[str, ...]] = {
 }
 """OpenEngine's generations, by what a provider is asked: they are not converted to another dialect."""
 
-OWN: Mapping[str, str] = {operation: f"own_{operation}" for operation in CONVERSIONS}
-"""The same operations of those alone who offer them themselves: for a request that cannot be said otherwise."""
-
 _WAYS: Mapping[str, tuple[str, ...]] = {
     **{operation: (operation, *others) for operation, others in CONVERSIONS.items()},
-    **{own: (operation,) for operation, own in OWN.items()},
     **GENERATIONS,
 }
 
@@ -53,7 +49,7 @@ OPERATIONS: frozenset[str] = frozenset(
 TOKENIZE = "tokenize"
 """A tokenizer's route for chats, which counts where a provider has no route for counts."""
 
-SIDE_OPERATIONS: frozenset[str] = frozenset({"count_tokens", OWN["count_tokens"]})
+SIDE_OPERATIONS: frozenset[str] = frozenset({"count_tokens"})
 """What occupies no generation slot: it is answered from a tokenizer (SF-14)."""
 
 SIDE_WORK_MAX = 4
@@ -69,7 +65,7 @@ class CannotBeSaidError(Exception):
     """Of :data:`PrepareCall`: this provider would have to be asked in a dialect that cannot say the request.
 
     Attributes:
-        error: what its caller is told, if nobody offers the operation itself.
+        error: what its caller is told, if nobody is there who is asked in another way.
     """
 
     def __init__(self, error: IopError) -> None:
@@ -213,4 +209,4 @@ Call: TypeAlias = TunnelCall | RunCall
 PrepareCall: TypeAlias = Callable[[ServedTarget], Call]
 """Builds the call under the lease. Called once per attempt, synchronously. May raise ``IopError`` (e.g. Unsupported:
 the target cannot say what was asked); the lease then comes back and the error reaches the caller of ``dispatch``. After
-:class:`CannotBeSaidError` those are asked who offer the operation themselves, if any is there."""
+:class:`CannotBeSaidError` those are asked who would be asked in another way, if any is there."""

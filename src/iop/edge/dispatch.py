@@ -26,7 +26,6 @@ from iop.core.errors import (
 from iop.core.ids import Generation, NodeId, ProviderId, RequestId, RunId
 from iop.edge.attempt import Attempt
 from iop.edge.calls import (
-    OWN,
     PRIORITY_MAX,
     PRIORITY_MIN,
     SIDE_OPERATIONS,
@@ -217,7 +216,7 @@ class Dispatcher:
                     if self._open(handle, answer):
                         return handle
                 except CannotBeSaidError as refusal:
-                    answer = self._ask_owners(handle, refusal.error)
+                    answer = self._ask_otherwise(handle, answer, refusal.error)
                     continue
                 # The connection had just begun to close.
                 if not handle.may_try_again:
@@ -499,6 +498,10 @@ class Dispatcher:
         self.repeats_total += 1
         self._continue(handle, self._acquire_again(handle, tried))
 
+    def seek_otherwise(self, handle: DispatchHandle, attempt: Attempt) -> bool:
+        """Bar the way of an attempt that could not be told the request; whether somebody else is there (SF-10)."""
+        return self._bar(handle, attempt.lease)
+
     # ---- inner ----
 
     def _catch_up(self, now: float) -> None:
@@ -525,20 +528,33 @@ class Dispatcher:
         )
         return self.pools.acquire_again(handle.demand, now=now)
 
-    def _ask_owners(self, handle: DispatchHandle, error: IopError) -> Lease | Waiting | Refusal:
-        """Go on with those who offer the operation themselves, where the one that was chosen cannot be told (SF-10).
+    def _ask_otherwise(
+        self, handle: DispatchHandle, lease: Lease, error: IopError
+    ) -> Lease | Waiting | Refusal:
+        """Go on with those who are asked in another way, where the one that was chosen cannot be told (SF-10).
 
         Raises:
             IopError: ``error``, if none of them is there.
         """
-        demand = handle.demand
-        own = OWN.get(demand.operation)
-        wanted = None if own is None else replace(demand, operation=own, run_id=self._new_run_id())
-        if wanted is None or not self.pools.has_live(wanted):
+        if not self._bar(handle, lease):
             handle.settle_unserved(Outcome.REJECTED, error.reason)
             raise error
+        return self.pools.acquire_again(handle.demand, now=self._loop.time())
+
+    def _bar(self, handle: DispatchHandle, lease: Lease) -> bool:
+        """Leave out who is asked like the provider of this lease; False, and all as it was, if nobody else is there."""
+        demand = handle.demand
+        wanted = replace(
+            demand,
+            barred=demand.barred | {self.pools.way_of(lease, demand.operation)},
+            run_id=self._new_run_id(),
+        )
+        if self.is_closing or not self.pools.has_live(wanted):
+            return False
         handle.demand = wanted
-        return self.pools.acquire_again(wanted, now=self._loop.time())
+        if handle.record.candidates:
+            handle.record.candidates = tuple(self.pools.explain(wanted, now=self._loop.time()))
+        return True
 
     def _promise(self, handle: DispatchHandle, answer: Lease | Waiting | Refusal) -> None:
         """Give the task that waits for a lease something to wait for; it may be there already."""
@@ -642,7 +658,7 @@ class Dispatcher:
                     is_open = self._open(handle, answer)
                 except CannotBeSaidError as refusal:
                     try:
-                        self._continue(handle, self._ask_owners(handle, refusal.error))
+                        self._continue(handle, self._ask_otherwise(handle, answer, refusal.error))
                     except IopError as error:
                         handle.fail_waiting(error)
                     return

@@ -25,6 +25,7 @@ from iop.edge.outcomes import (
     AttemptRecord,
     OutcomeBook,
     RequestRecord,
+    is_unsaid,
     may_repeat,
     outcome_of_cancel,
     outcome_of_error,
@@ -121,6 +122,10 @@ class Shell(Protocol):
 
     def seek_again(self, handle: DispatchHandle, tried: frozenset[ProviderKey]) -> None:
         """Find another lease for a repeated request."""
+        ...
+
+    def seek_otherwise(self, handle: DispatchHandle, attempt: Attempt) -> bool:
+        """Whether somebody is there who can be told what this attempt could not."""
         ...
 
 
@@ -298,7 +303,10 @@ class DispatchHandle:
             self.record.attempts[-1].error = error.code
             if error.code == StreamErrorCode.BUSY:
                 shell.hold_back(attempt.lease.key)
-            if may_repeat(error, has_started=attempt.is_started, is_handed_over=True) and self.may_try_again:
+            if self.may_try_again and (
+                may_repeat(error, has_started=attempt.is_started, is_handed_over=True)
+                or (is_unsaid(error, has_started=attempt.is_started) and shell.seek_otherwise(self, attempt))
+            ):
                 shell.give_back(attempt, verdict)
                 self.try_again(attempt.lease.key)
                 return

@@ -173,3 +173,8 @@ def may_repeat(error: StreamError, *, has_started: bool, is_handed_over: bool) -
     if error.code == StreamErrorCode.NODE_LOST:
         return not is_handed_over
     return error.before_start and error.retryable
+
+
+def is_unsaid(error: StreamError, *, has_started: bool) -> bool:
+    """Whether a provider had no words for the request, and its engine no part in it: another one may have (SF-10)."""
+    return error.before_start and not has_started and error.code == StreamErrorCode.INVALID_REQUEST

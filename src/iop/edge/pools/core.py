@@ -87,7 +87,7 @@ class Pools:
         model = self._snapshot.models.get(demand.model)
         if model is None:
             return Refusal(reason=RefusalReason.MODEL_NOT_FOUND)
-        key = ClassKey(demand.is_long, demand.operation)
+        key = ClassKey(demand.is_long, demand.operation, demand.barred)
         queue = self._queues[model.id]
         condition = queue.condition_of(key)
         if condition is None:
@@ -112,7 +112,7 @@ class Pools:
         model = self._snapshot.models.get(demand.model)
         if model is None:
             return Refusal(reason=RefusalReason.MODEL_NOT_FOUND)
-        key = ClassKey(demand.is_long, demand.operation)
+        key = ClassKey(demand.is_long, demand.operation, demand.barred)
         queue = self._queues[model.id]
         condition = queue.condition_of(key)
         if condition is None:
@@ -416,8 +416,13 @@ class Pools:
 
     def has_live(self, demand: Demand) -> bool:
         """Whether somebody is there who could serve this demand, however busy."""
-        key = ClassKey(demand.is_long, demand.operation)
+        key = ClassKey(demand.is_long, demand.operation, demand.barred)
         return any(p.is_live and p.serves(key) for _, p in self._members.get(demand.model, ()))
+
+    def way_of(self, lease: Lease, operation: str) -> str:
+        """In which way the provider of a lease is asked for an operation, as it is known now."""
+        provider = self._providers.get(lease.key)
+        return "" if provider is None else provider.way(operation)
 
     def served_target(self, lease: Lease) -> ServedTarget:
         """What a surface needs to know to build the body under this lease (EN-54)."""
@@ -448,7 +453,7 @@ class Pools:
 
     def explain(self, demand: Demand, *, now: float) -> list[CandidateView]:
         """Why each member of the pool is eligible or not, at this moment."""
-        key = ClassKey(demand.is_long, demand.operation)
+        key = ClassKey(demand.is_long, demand.operation, demand.barred)
         return [
             figures.candidate_view(provider, key, self.leases, now)
             for _, provider in self._members.get(demand.model, ())
@@ -558,7 +563,7 @@ class Pools:
         members = [provider for _, provider in self._members[model.id] if provider.is_enabled]
         if not members or any(provider.serves(key) for provider in members):
             return None
-        if key.is_long and any(provider.serves(ClassKey(False, key.operation)) for provider in members):
+        if key.is_long and any(provider.serves(key._replace(is_long=False)) for provider in members):
             return Refusal(reason=RefusalReason.LONG_CONTEXT_NOT_SUPPORTED)
         offered = sorted({operation for provider in members for operation in provider.offered})
         return Refusal(reason=RefusalReason.OPERATION_NOT_SUPPORTED, details={"offered": ", ".join(offered)})

@@ -86,8 +86,10 @@ def _obstacle(provider: Provider, key: ClassKey, leases: LeaseBook, now: float) 
         if key.operation in provider.served_as_configured:
             return "its engine was found to lack a route for this operation"
         return "does not offer this operation"
-    if not provider.serves(key):
+    if key.is_long and not provider.long_capacity:
         return "does not offer long context"
+    if not provider.serves(key):
+        return "cannot be told a field of this request"
     if not provider.gate.is_open:
         return "held by " + ", ".join(provider.gate.held_by or (provider.gate.mode.value,))
     if key.operation in SIDE_OPERATIONS:

@@ -25,6 +25,7 @@ class Demand(Struct, frozen=True, kw_only=True):
         is_long: needs a long slot as well (EN-111).
         number: order of arrival at the Edge, from ``Pools.new_number``; kept over all attempts of a request.
         tried: providers at which earlier attempts of the request failed; others go first.
+        barred: ways of asking a provider in which the request cannot be said (SF-10), as ``Provider.way`` names them.
     """
 
     model: ModelId
@@ -37,6 +38,7 @@ class Demand(Struct, frozen=True, kw_only=True):
     preferred_provider: str = ""
     number: int = 0
     tried: frozenset[ProviderKey] = frozenset()
+    barred: frozenset[str] = frozenset()
 
 
 @unique

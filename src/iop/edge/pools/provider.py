@@ -10,7 +10,6 @@ from iop.core.ids import Generation, ModelId
 from iop.edge.calls import (
     GENERATIONS,
     OPERATIONS,
-    OWN,
     RUN_OPERATIONS,
     SIDE_OPERATIONS,
     SIDE_WORK_MAX,
@@ -24,6 +23,9 @@ from iop.edge.pools.gates import OPEN_GATE, GateMode, ProviderGate
 from iop.edge.pools.leases import LeaseBook
 from iop.edge.pools.queue import ClassKey
 from iop.edge.snapshot import AdapterSpec
+
+_UNLIKE: Final = frozenset({"openengine"})
+"""Types of adapters for runs whose servers differ in what they can be told; all of another type are alike."""
 
 
 def opaque_name(key: ProviderKey) -> str:
@@ -115,7 +117,20 @@ class Provider:
 
     def serves(self, key: ClassKey) -> bool:
         """Whether it could ever take a demand of this class."""
-        return key.operation in self.served and (not key.is_long or self.long_capacity > 0)
+        return (
+            key.operation in self.served
+            and (not key.is_long or self.long_capacity > 0)
+            and (not key.barred or self.way(key.operation) not in key.barred)
+        )
+
+    def way(self, operation: str) -> str:
+        """In which of the ways there are it is asked for an operation; two of one way can be told the same (SF-10).
+
+        Of a tunnel that is the operation of its own, of a run what takes it.
+        """
+        if self.spec.route is Route.RUN:
+            return f"run {self.key if self.spec.type in _UNLIKE else self.spec.type}"
+        return next((name for name in ways_to(operation) if name in self.offered), "")
 
     def has_room(self, key: ClassKey, leases: LeaseBook, now: float) -> bool:
         """Whether a demand of this class may begin here now."""
@@ -148,5 +163,5 @@ def _configured(spec: AdapterSpec) -> frozenset[str]:
 
 
 def _served_by(offered: frozenset[str]) -> frozenset[str]:
-    asked = (*OPERATIONS, *OWN.values(), *GENERATIONS)
+    asked = (*OPERATIONS, *GENERATIONS)
     return frozenset(name for name in asked if not offered.isdisjoint(ways_to(name)))

@@ -39,6 +39,7 @@ class ClassKey(NamedTuple):
 
     is_long: bool
     operation: str
+    barred: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True, kw_only=True)
