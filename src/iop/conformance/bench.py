@@ -170,6 +170,16 @@ class Bench:
         """Begin a call whose answer is a stream."""
         return open_stream(self.channel, rpc, request, metadata=self.metadata(role), timeout_s=timeout_s)
 
+    async def begin(self, rpc: str, request: Message, *, role: str = "admin") -> Stream:
+        """Begin a mutation and wait until it is accepted.
+
+        Raises:
+            CheckFailed: it is not.
+        """
+        stream = self.open(rpc, request, role=role)
+        self._begun.add((await stream.first()).operation_id)
+        return stream
+
     def _note(self, rpc: str, messages: Sequence[Any]) -> None:
         if rpc not in MUTATIONS:
             return
@@ -286,14 +296,13 @@ class Bench:
             raise CheckNotRun("an operation can be kept running only by a drain, and DRAIN is not offered")
         async with self.held():
             request = offer.pause(self.key(), **options)
-            stream = self.open("Pause", request, role=role)
-            first = await stream.first()
-            self._begun.add(first.operation_id)
+            stream = await self.begin("Pause", request, role=role)
+            operation_id = stream.seen[0].operation_id
             await asyncio.sleep(0.05)
-            state = (await self.get(first.operation_id)).state
+            state = (await self.get(operation_id)).state
             if state in _DONE_STATES:
                 raise CheckNotRun("the work to wait for ended before the pause did")
-            yield Running(bench=self, request=request, stream=stream, operation_id=first.operation_id)
+            yield Running(bench=self, request=request, stream=stream, operation_id=operation_id)
 
     @contextlib.asynccontextmanager
     async def failing_rank(self) -> AsyncIterator[None]:

@@ -16,13 +16,27 @@ import grpc
 from iop.conformance.model import CheckNotRun
 from iop.pb.openengine.v1 import generation_pb2, openengine_pb2_grpc
 
-__all__ = ["Generation", "GrpcInference", "HttpInference", "Inference"]
+__all__ = ["Generation", "GrpcInference", "HttpInference", "Inference", "Traffic"]
 
-LONG_TOKENS: Final = (1900, 900, 200)
+LONG_TOKENS: Final = (60_000, 15_000, 3_800, 1_900, 900, 200)
 """Lengths to try, longest first: a context limit that is not known here refuses what is too long."""
+
+TRIAL_S: Final = 0.2
+"""How long a request that was begun is looked at, to learn how fast its text comes."""
+
+FINISHES_S: Final = 1.5
+"""How long a request should take that must be met by a pause and whose end is waited for after it."""
+
+CALLERS: Final = 2
+"""Who ask one after the other, so that a pause meets somebody's request on whatever engine."""
+
+FEWEST_TOKENS: Final = 16
 
 PROMPT: Final = "Tell me a story about the sea."
 BEGINS_S: Final = 20.0
+LONG_BEGINS_S: Final = 5.0
+"""For lengths that need not be served: a server may hold back what it has no memory for."""
+
 ENDS_S: Final = 120.0
 AT_ONCE: Final = 4
 """Requests that keep a server busy: several, since each slows the others down."""
@@ -50,8 +64,64 @@ class Generation:
         return bool(self.outcome)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What was learnt of a server.
+
+    Attributes:
+        longest: tokens of the longest request that it takes.
+        per_s: pieces of text in a second, of one request alone.
+    """
+
+    longest: int
+    per_s: float
+
+    @property
+    def finishing(self) -> int:
+        """Tokens of a request that a pause can meet and whose end can be waited for."""
+        return min(self.longest, max(FEWEST_TOKENS, int(self.per_s * FINISHES_S)))
+
+
+class Traffic:
+    """Requests of several callers, each making its next one when the last has ended.
+
+    A single request may be over before a pause gets there, on an engine that is fast or lets nothing be long.
+
+    Attributes:
+        generations: all requests so far.
+    """
+
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
+        self._goes_on = True
+
+    def end(self) -> None:
+        """No further requests; those that run go on."""
+        self._goes_on = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether callers make further requests."""
+        return self._goes_on
+
+    def running(self) -> list[Generation]:
+        """Requests that have begun to be answered and have no end yet."""
+        return [g for g in self.generations if g.tokens and not g.has_ended]
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests."""
+        return sum(g.tokens for g in self.generations)
+
+
 class Inference(Protocol):
-    """A caller of the server's inference."""
+    """A caller of the server's inference.
+
+    Attributes:
+        paces: by model, what was learnt once.
+    """
+
+    paces: dict[str, Pace]
 
     @abstractmethod
     async def take(
@@ -91,16 +161,47 @@ class Inference(Protocol):
                 task.cancel()
 
     @contextlib.asynccontextmanager
-    async def long(self, model: str, *, at_most: int = LONG_TOKENS[0]) -> AsyncIterator[Generation]:
-        """One request that does not end by itself before so many tokens, or as many as the server lets it."""
-        length = min(at_most, await self._longest(model))
-        async with self.generating(model, tokens=length, goes_on=True) as generation:
-            yield generation
+    async def traffic(self, model: str, *, must_finish: bool) -> AsyncIterator[Traffic]:
+        """Requests that follow one another for the whole block; all are called off when it ends.
+
+        Args:
+            must_finish: they are to end by themselves soon; else they are as long as can be.
+
+        Raises:
+            CheckNotRun: none begins.
+        """
+        pace = await self._pace(model)
+        length = pace.finishing if must_finish else pace.longest
+        traffic, begun, first = Traffic(), asyncio.Event(), Generation()
+        async with asyncio.TaskGroup() as tasks:
+            callers = [
+                tasks.create_task(
+                    self._call_again(traffic, model, length, first=first, begun=begun), name="caller"
+                )
+                for _ in range(CALLERS)
+            ]
+            try:
+                await _begins(begun, first)
+                yield traffic
+            finally:
+                for caller in callers:
+                    caller.cancel()
+
+    async def _call_again(
+        self, traffic: Traffic, model: str, length: int, *, first: Generation, begun: asyncio.Event
+    ) -> None:
+        generation = first if not traffic.generations else Generation()
+        while traffic.goes_on:
+            traffic.generations.append(generation)
+            await self.take(model, tokens=length, goes_on=True, generation=generation, begun=begun)
+            if generation.outcome != "finished":
+                return  # refused or ended by a pause: whether it may come again is for the check to say
+            generation, begun = Generation(), asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def busy(self, model: str) -> AsyncIterator[None]:
-        """Several such requests at once."""
-        length = await self._longest(model)
+        """Several requests at once, as long as can be."""
+        length = (await self._pace(model)).longest
         async with contextlib.AsyncExitStack() as stack:
             for index in range(AT_ONCE):
                 await stack.enter_async_context(
@@ -108,29 +209,47 @@ class Inference(Protocol):
                 )
             yield
 
-    async def _longest(self, model: str) -> int:
-        """The greatest length that is not refused."""
+    async def _pace(self, model: str) -> Pace:
+        """The greatest length that is not refused, and how fast it comes."""
+        if model not in self.paces:
+            self.paces[model] = await self._learn_pace(model)
+        return self.paces[model]
+
+    async def _learn_pace(self, model: str) -> Pace:
         outcome = ""
         for length in LONG_TOKENS:
             generation, begun = Generation(), asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
-                task = tasks.create_task(
+                trial = tasks.create_task(
                     self.take(model, tokens=length, goes_on=True, generation=generation, begun=begun),
                     name="trial",
                 )
+                limit_s = BEGINS_S if length == LONG_TOKENS[-1] else LONG_BEGINS_S
                 try:
-                    async with asyncio.timeout(BEGINS_S):
+                    async with asyncio.timeout(limit_s):
                         await begun.wait()
+                    per_s = await _speed(trial, generation)
                 except TimeoutError:
-                    raise CheckNotRun("the inference address gives no token") from None
+                    outcome = "no token"
+                    continue
                 finally:
-                    task.cancel()
+                    trial.cancel()
             outcome = generation.outcome
             if outcome not in UNWANTED:
-                return length
+                return Pace(longest=length, per_s=per_s)
+        if outcome == "no token":
+            raise CheckNotRun("the inference address gives no token")
         raise CheckNotRun(
             f"the inference address refuses long requests that ignore the end of sequence: {outcome}"
         )
+
+
+async def _speed(trial: asyncio.Task[None], generation: Generation) -> float:
+    """Pieces of text in a second, from the first one on."""
+    clock, before = asyncio.get_running_loop(), generation.tokens
+    begun = clock.time()
+    await asyncio.wait({trial}, timeout=TRIAL_S)
+    return max(1, generation.tokens - before) / max(clock.time() - begun, 0.001)
 
 
 async def _begins(begun: asyncio.Event, generation: Generation) -> None:
@@ -150,6 +269,7 @@ class GrpcInference(Inference):
         self.channel = channel
         self._stub: Any = openengine_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call,unused-ignore]
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self.paces: dict[str, Pace] = {}
 
     async def take(
         self, model: str, *, tokens: int, goes_on: bool, generation: Generation, begun: asyncio.Event
@@ -192,6 +312,7 @@ class HttpInference(Inference):
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._token = token
+        self.paces: dict[str, Pace] = {}
 
     async def take(
         self, model: str, *, tokens: int, goes_on: bool, generation: Generation, begun: asyncio.Event

@@ -14,8 +14,8 @@ import itertools
 import json
 import struct
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +35,7 @@ from iop.admin.steps import (
     Step,
     StepCall,
     StepResult,
+    WorkCounts,
 )
 from iop.api.grpc.auth import PrincipalDirectory, PrincipalGrant, secret_sha256
 from iop.api.grpc.listeners import admin_listener, admin_receive_bytes_max
@@ -75,6 +76,7 @@ class SiteFleet(FakeFleet):
         self.thawed = asyncio.Event()
         self.thawed.set()
         self.aborts = 0
+        self._found = 0
 
     def begin(self) -> None:
         """A request runs."""
@@ -97,6 +99,7 @@ class SiteFleet(FakeFleet):
             case PauseStep(pause=spec) if spec.mode is PauseMode.DRAIN:
                 await self.free.wait()
                 if call.group_id == GROUP:
+                    self._found = self.work[GROUP]
                     await self.drained()
             case CommitWeightsStep():
                 await asyncio.sleep(COMMIT_S)
@@ -106,6 +109,14 @@ class SiteFleet(FakeFleet):
         if call.group_id == GROUP and all(o.error is None for o in result.participants):
             self._stand(call.body)
         return result
+
+    def _on_work(self, call: StepCall, outcomes: Sequence[ParticipantOutcome]) -> WorkCounts:
+        """A drain counts those that it found, not those that it left."""
+        counts = super()._on_work(call, outcomes)
+        if counts.drained or call.group_id != GROUP or not isinstance(call.body, PauseStep):
+            return counts
+        found, self._found = self._found, 0
+        return replace(counts, drained=found)
 
     def _stand(self, body: Step) -> None:
         """What a pause, or its end, does to requests."""

@@ -32,7 +32,7 @@ from iop.api.grpc.ports import (
     any_model,
 )
 from iop.api.grpc.server import GrpcListener, ListenerSettings
-from iop.core.errors import Draining, NotFound
+from iop.core.errors import Draining, InvalidRequest, NotFound
 from iop.core.ids import GroupId, ParticipantId
 
 if TYPE_CHECKING:
@@ -50,9 +50,13 @@ class SiteInference:
 
     Attributes:
         admin_profile_revision: what core discovery tells of the admin service; None: nothing.
+        pace_s: between two words.
+        longest: words of the longest request that is taken.
     """
 
     admin_profile_revision: int | None = 1
+    pace_s: float = PACE_S
+    longest: int = 100_000
 
     def __init__(self, fleet: SiteFleet) -> None:
         self.fleet = fleet
@@ -91,7 +95,7 @@ class SiteInference:
     def model_info(self, _model: str) -> ModelInfo:
         """Of the one model."""
         return ModelInfo(
-            model_id="m", served_model_name="m", max_context_length=100_000, supports_text_input=True
+            model_id="m", served_model_name="m", max_context_length=self.longest, supports_text_input=True
         )
 
     def server_info(self) -> ServerInfo:
@@ -100,6 +104,8 @@ class SiteInference:
 
     async def generate(self, call: GenerateCall) -> _Words:
         """A word for each token that is asked for."""
+        if (call.stopping.max_tokens or 0) > self.longest:
+            raise InvalidRequest("longer than the context", reason="CONTEXT_LENGTH_EXCEEDED")
         await self.admit()
         return _Words(self, call.stopping.max_tokens or 4)
 
@@ -166,7 +172,7 @@ class _Words:
             self._end(was_counted=False)
             usage = Usage(prompt_tokens=1, completion_tokens=self._told)
             return OutputFinished(output_index=0, reason=OutputFinish.LENGTH), usage
-        await asyncio.sleep(PACE_S)
+        await asyncio.sleep(self._inference.pace_s)
         await self._inference.turn()
         if self._fleet.aborts != self._aborts:
             self._end(was_counted=True)

@@ -14,6 +14,7 @@ from iop.conformance.checks import all_checks
 from iop.conformance.model import Check, CheckResult, Outcome
 from iop.conformance.runner import run_suite
 from iop.testing.conformance_site import ConformanceSite, Recipe
+from iop.testing.site_inference import SiteInference
 from iop.testing.wrong_servers import DEFECTS, Defect
 from iop.testing.wrong_servers.serving import ONE_AT_ONCE, CannotPutBack, WithoutKinds
 
@@ -65,6 +66,21 @@ async def test_the_right_server_passes_everything() -> None:
 async def test_a_right_server_that_gives_occasion_passes(check_id: str, recipe: Recipe) -> None:
     results = await judged(recipe, [CHECKS[check_id]])
     assert results[check_id].outcome is Outcome.PASS, results[check_id].detail
+
+
+class _InAFlash(SiteInference):
+    """Each request is over in less time than a pause takes to arrive."""
+
+    pace_s = 0.0
+    longest = 220
+
+
+@pytest.mark.slow
+@pytest.mark.clause("AD-102", "AD-41")
+async def test_pauses_meet_requests_on_an_engine_that_is_fast_and_lets_nothing_be_long() -> None:
+    wanted = [CHECKS[f"AD-41-{mode}"] for mode in ("keep", "drain", "abort")]
+    results = await judged(Recipe(inference=_InAFlash), wanted)
+    assert {r.outcome for r in results.values()} == {Outcome.PASS}, [r.detail for r in results.values()]
 
 
 @pytest.mark.clause("AD-102")

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from iop.conformance.bench import Bench
-from iop.conformance.inference import Inference
+from iop.conformance.inference import Generation, Inference, Traffic
 from iop.conformance.messages import pb
 from iop.conformance.model import CheckFailed, CheckNotRun, CheckSkipped, check, require
 from iop.conformance.offer import Offer
+from iop.conformance.wire import Answer
 
 FEW_TOKENS = 4
-FINISHED_TOKENS = 300
-"""Of requests whose end is waited for: long enough to be met by a pause."""
-
 DONE_S = 30.0
+
+ATTEMPTS = 5
+"""How often a pause is tried until it meets a request: on a fast engine all may have ended just before."""
+
+SEEN_S = 0.2
+"""Requests that still run so long after the acceptance of a pause were running when it looked."""
+
+SETTLED_S = 0.3
+"""After this, what was on its way when a pause ended has arrived."""
+
+FROZEN_S = 0.5
+"""How long frozen requests are listened to."""
 
 
 async def _with_inference(bench: Bench, *modes: int) -> tuple[Offer, Inference, str]:
@@ -77,70 +91,115 @@ async def rejected_requests_are_told(bench: Bench) -> None:
         )
 
 
-@check("AD-41-drain", timeout_s=60.0)
+@check("AD-41-drain", timeout_s=90.0)
 async def a_drain_lets_requests_finish(bench: Bench) -> None:
     """DRAIN lets running requests finish and counts them."""
-    offer, inference, model = await _with_inference(bench, pb.PAUSE_MODE_DRAIN)
-    async with inference.long(model, at_most=FINISHED_TOKENS) as running:
-        if running.has_ended:
-            raise CheckNotRun("the request ended before the pause")
-        answer = await bench.call(
-            "Pause", offer.pause(bench.key(), mode=pb.PAUSE_MODE_DRAIN), timeout_s=DONE_S
-        )
-        result = answer.completed.result.pause
-        await _until(lambda: running.outcome, saw="a drained request without end", wants="it to finish")
+    async with _met(bench, pb.PAUSE_MODE_DRAIN, must_finish=True) as met:
+        ended = {g.outcome for g in met.traffic.generations if g.tokens and g.has_ended} - {"finished"}
         require(
-            running.outcome == "finished",
-            saw=f"it end with {running.outcome}",
-            wants="it to finish by itself",
+            not ended, saw=f"drained requests end with {', '.join(sorted(ended))}", wants="them to finish"
         )
-        require(result.aborted == 0, saw=f"{result.aborted} aborted by a drain", wants="none")
-    await bench.resumed(offer, result.pause_epoch)
+        running = len(met.traffic.running())
+        require(not running, saw=f"a drain complete over {running} running", wants="it to wait for them")
+        require(met.result.aborted == 0, saw=f"{met.result.aborted} aborted by a drain", wants="none")
+        require(met.result.drained or not met.seen, saw="none drained", wants="running requests counted")
 
 
-@check("AD-41-abort", timeout_s=60.0)
+@check("AD-41-abort", timeout_s=90.0)
 async def an_abort_ends_requests(bench: Bench) -> None:
     """ABORT ends running requests with an error that their callers are told, and counts them."""
-    offer, inference, model = await _with_inference(bench, pb.PAUSE_MODE_ABORT)
-    async with inference.long(model) as running:
-        if running.has_ended:
-            raise CheckNotRun("the request ended before the pause")
-        answer = await bench.call(
-            "Pause", offer.pause(bench.key(), mode=pb.PAUSE_MODE_ABORT), timeout_s=DONE_S
+    async with _met(bench, pb.PAUSE_MODE_ABORT, must_finish=False) as met:
+        await _until(
+            lambda: not met.traffic.running(), saw="an aborted request without end", wants="a terminal error"
         )
-        result = answer.completed.result.pause
-        await _until(lambda: running.outcome, saw="an aborted request without end", wants="a terminal error")
-        require(running.outcome != "finished", saw="an aborted request finish", wants="a terminal error")
-        require(result.aborted >= 1, saw=f"{result.aborted} aborted", wants="the request counted")
-    await bench.resumed(offer, result.pause_epoch)
+        told = [g for g in met.traffic.generations if g.outcome not in {"", "finished"}]
+        require(told, saw="an aborted request finish", wants="a terminal error")
+        require(met.result.aborted >= 1, saw=f"{met.result.aborted} aborted", wants="the request counted")
 
 
-@check("AD-41-keep", clauses=["AD-42"], timeout_s=60.0)
+@check("AD-41-keep", clauses=["AD-42"], timeout_s=90.0)
 async def a_keep_freezes_requests(bench: Bench) -> None:
     """KEEP freezes running requests; after Resume they go on where they stood."""
-    offer, inference, model = await _with_inference(bench, pb.PAUSE_MODE_KEEP)
-    async with inference.long(model, at_most=FINISHED_TOKENS) as running:
-        if running.has_ended:
-            raise CheckNotRun("the request ended before the pause")
-        answer = await bench.call(
-            "Pause", offer.pause(bench.key(), mode=pb.PAUSE_MODE_KEEP), timeout_s=DONE_S
-        )
-        result = answer.completed.result.pause
-        if not result.kept:
-            raise CheckNotRun("the request ended before it was frozen")
-        await asyncio.sleep(0.3)
-        frozen = running.tokens
-        await asyncio.sleep(0.5)
+    async with _met(bench, pb.PAUSE_MODE_KEEP, must_finish=True) as met:
+        frozen = [g for g in met.traffic.generations if not g.has_ended]
+        require(frozen, saw=f"{met.result.kept} kept, and all requests end", wants="silence until Resume")
+        require(met.result.kept, saw=f"none kept of {len(frozen)} running", wants="kept work counted")
+        before = met.traffic.tokens
+        await asyncio.sleep(FROZEN_S)
+        ended = [g.outcome for g in frozen if g.has_ended]
         require(
-            running.tokens == frozen and not running.has_ended,
-            saw=f"{running.tokens - frozen} tokens of a frozen request, {running.outcome or 'no end'}",
+            met.traffic.tokens == before and not ended,
+            saw=f"{met.traffic.tokens - before} tokens of frozen requests, {', '.join(ended) or 'no end'}",
             wants="silence until Resume",
         )
-        ended = await bench.resumed(offer, result.pause_epoch)
-        await _until(lambda: running.outcome, saw="no end after Resume", wants="it to go on and finish")
-        require(
-            running.outcome == "finished",
-            saw=f"it end with {running.outcome}",
-            wants="it to go on and finish",
+        resumed = await met.resume()
+        await _until(
+            lambda: all(g.has_ended for g in frozen),
+            saw="no end after Resume",
+            wants="frozen requests to go on and finish",
         )
-        require(ended.completed.result.resume.resumed >= 1, saw="none resumed", wants="kept work counted")
+        ends = {g.outcome for g in frozen} - {"finished"}
+        require(not ends, saw=f"them end with {', '.join(sorted(ends))}", wants="them to go on and finish")
+        require(resumed.completed.result.resume.resumed >= 1, saw="none resumed", wants="kept work counted")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Met:
+    """A pause that met requests.
+
+    Attributes:
+        seen: requests that ran on for a while after the pause was accepted.
+        result: what it says of them.
+    """
+
+    bench: Bench
+    offer: Offer
+    traffic: Traffic
+    seen: Sequence[Generation]
+    result: Any
+    is_over: bool = False
+
+    @property
+    def has_met(self) -> bool:
+        """Whether it found any request, by what it says or by what became of them."""
+        counted = self.result.drained or self.result.aborted or self.result.kept
+        ended = any(g.outcome not in {"", "finished"} for g in self.traffic.generations)
+        return bool(counted or self.seen or ended or self.traffic.running())
+
+    async def resume(self) -> Answer:
+        """End the pause."""
+        self.is_over = True
+        return await self.bench.resumed(self.offer, self.result.pause_epoch)
+
+
+@contextlib.asynccontextmanager
+async def _met(bench: Bench, mode: int, *, must_finish: bool) -> AsyncIterator[_Met]:
+    """A pause that met requests on the way to their end; it is over after the block.
+
+    Args:
+        must_finish: the requests are to end by themselves soon after.
+
+    Raises:
+        CheckNotRun: it never met any.
+    """
+    offer, inference, model = await _with_inference(bench, mode)
+    for _ in range(ATTEMPTS):
+        async with inference.traffic(model, must_finish=must_finish) as traffic:
+            met = await _pause(bench, offer, traffic, mode)
+            if met.has_met:
+                yield met
+            if not met.is_over:
+                await met.resume()
+            if met.has_met:
+                return
+    raise CheckNotRun("requests end too soon for a pause to meet one")
+
+
+async def _pause(bench: Bench, offer: Offer, traffic: Traffic, mode: int) -> _Met:
+    stream = await bench.begin("Pause", offer.pause(bench.key(), mode=mode))
+    traffic.end()
+    await asyncio.sleep(SEEN_S)
+    seen = traffic.running()
+    result = (await stream.rest(timeout_s=DONE_S)).completed.result.pause
+    await asyncio.sleep(SETTLED_S)
+    return _Met(bench=bench, offer=offer, traffic=traffic, seen=seen, result=result)

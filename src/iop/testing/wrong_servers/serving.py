@@ -77,9 +77,15 @@ class _DrainsByAborting(SiteFleet):
         self.work[GROUP] = 0
 
 
+class _DrainsWithoutWaiting(SiteFleet):
+    async def drained(self) -> None:
+        """Whoever runs."""
+
+
 class _CountsNobody(SiteFleet):
     def _on_work(self, call: StepCall, outcomes: Sequence[ParticipantOutcome]) -> WorkCounts:
-        return replace(super()._on_work(call, outcomes), aborted=0)
+        super()._on_work(call, outcomes)
+        return WorkCounts()
 
 
 class WithoutKinds(SiteFleet):
@@ -232,8 +238,13 @@ DEFECTS = (
     _inference("an aborted request is said to have finished", "AD-41-abort", _CallsItFinished),
     Defect(name="a drain ends requests", caught_by=("AD-41-drain",), recipe=Recipe(fleet=_DrainsByAborting)),
     Defect(
-        name="aborted requests are not counted",
-        caught_by=("AD-41-abort",),
+        name="a drain waits for nobody",
+        caught_by=("AD-41-drain",),
+        recipe=Recipe(fleet=_DrainsWithoutWaiting),
+    ),
+    Defect(
+        name="a pause counts nobody",
+        caught_by=("AD-41-drain", "AD-41-abort", "AD-41-keep"),
         recipe=Recipe(fleet=_CountsNobody),
     ),
 )
