@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -275,3 +276,85 @@ async def test_a_responses_request_that_becomes_a_chat_is_merged_too() -> None:
         asked = fleet.stub.calls[0].json["messages"]
         assert [message["role"] for message in asked] == ["system", "user"]
         assert "be brief" in json.dumps(asked[0]) and "late" in json.dumps(asked[0])
+
+
+# ---- the caller's name for the model ----
+
+MESSAGES_STREAM = (
+    b"event: message_start\n"
+    b'data: {"type": "message_start", "message": {"id":"m","type":"message","role":"assistant", "model" : "dated-8b",'
+    b'"content":[],"stop_reason":null,"usage":{"input_tokens":3,"output_tokens":1}}}\n\n'
+    b'event: ping\ndata: {"type":"ping"}\n\n: note "model":"dated-8b"\n'
+    b'event: content_block_start\ndata: {"type":"content_block_start","index":0,'
+    b'"content_block":{"type":"text","text":""}}\n\n'
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta",'
+    b'"text":"\xf0\x9f\x9a\x80 \\"model\\":\\"dated-8b\\" \\u00e9"}}\n\n'
+    b'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
+    b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"},'
+    b'"usage":{"output_tokens":2}}\n\n'
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+)
+RESPONSES_STREAM = (
+    b'event: response.created\ndata: {"type":"response.created","sequence_number":0,'
+    b'"response":{"id":"r","object":"response",'
+    b'"model":"dated-8b","status":"in_progress","output":[],'
+    b' "metadata":{"model":"kept"},"big":1152921504606846977}}\n\n'
+    b'event: response.output_text.delta\ndata:{"type":"response.output_text.delta","sequence_number":1,"item_id":"o",'
+    b'"output_index":0,"content_index":0,"delta":"\xe6\x9d\xb1 \\"model\\""}\n\n'
+    b'event: response.completed\ndata: {"type":"response.completed","sequence_number":2,"response": {"id":"r",'
+    b'"object":"response","status":"completed","output":[],"model" :"dated-8b","usage":{"input_tokens":3,'
+    b'"output_tokens":2,"total_tokens":5}} }\n\n'
+)
+
+
+@pytest.mark.case("P-16", "P-01")
+@pytest.mark.clause("SF-03", "SF-05", "SF-15")
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"], ids=["lf", "crlf"])
+@pytest.mark.parametrize(
+    ("path", "stream", "names"),
+    [("/v1/messages", MESSAGES_STREAM, 1), ("/v1/responses", RESPONSES_STREAM, 2)],
+    ids=["messages", "responses"],
+)
+async def test_a_stream_of_every_dialect_shows_the_callers_name_and_every_other_byte_as_it_was(
+    path: str, stream: bytes, names: int, newline: bytes
+) -> None:
+    stream = stream.replace(b"\n", newline)
+    told = re.sub(rb'("model" ?: ?)"dated-8b"(?=[,}])', rb'\1"fast-latest"', stream)
+    assert told.count(b'"fast-latest"') == names, "not in comments, texts or other objects"
+    pieces = [[stream], [stream[at : at + 1] for at in range(len(stream))]]
+    pieces += [[stream[:at], stream[at:]] for at in range(1, len(stream), 61)]
+    pieces += [[stream[at : at + size] for at in range(0, len(stream), size)] for size in (7, 64, 333)]
+    async with fleet_of(response_model="alias") as fleet:
+        caller = await fleet.call()
+        for parts in pieces:
+            fleet.stub.script = streaming(*parts)
+            ask = json.dumps(ASK | {"model": "fast-latest", "max_tokens": 9, "stream": True}).encode()
+            status, _, body = await fleet.post(ask, path=path, caller=caller)
+            assert (status, body) == (200, told)
+        assert all(call.json["model"] == "org/Real-8B-Instruct" for call in fleet.stub.calls)
+        await fleet.settled()
+
+
+@pytest.mark.case("P-16")
+@pytest.mark.clause("SF-15", "SF-14")
+@pytest.mark.parametrize(
+    ("path", "stream"), [("/v1/messages", MESSAGES_STREAM), ("/v1/responses", RESPONSES_STREAM)]
+)
+async def test_a_cut_stream_shows_the_callers_name_in_what_came_and_ends_in_the_error(
+    path: str, stream: bytes
+) -> None:
+    at = stream.rindex(b"event: ") + 20
+    whole = stream[: stream.rindex(b"event: ")]
+    if path == "/v1/messages":
+        at = stream.index(b"event: content_block_delta") + 60
+        whole = stream[: stream.index(b"event: content_block_delta")]
+    async with fleet_of(response_model="alias") as fleet:
+        fleet.stub.script = streaming(stream[:at])
+        status, _, body = await fleet.post(
+            json.dumps(ASK | {"max_tokens": 9, "stream": True}).encode(), path=path
+        )
+        assert status == 200
+        shown, error, _ = body.partition(b"event: error\n")
+        assert shown == re.sub(rb'("model" ?: ?)"dated-8b"(?=[,}])', rb'\1"fast"', whole)
+        assert error
+        await fleet.settled()

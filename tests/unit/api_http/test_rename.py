@@ -38,3 +38,13 @@ def test_each_event_is_renamed_and_all_else_stays(newline: bytes) -> None:
         b'{"model": "dated"', b'{"model": "fast"'
     )
     assert rename_event_models(events, b'"fast"') == expected
+
+
+@pytest.mark.clause("SF-05", "SF-15")
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_an_object_over_several_data_lines_is_renamed_in_its_line(newline: bytes) -> None:
+    events = (
+        b'event: message_start\ndata: {"type":"message_start",\ndata:"message": {\ndata:   "model" : "dated",\n'
+        b'data:  "\xc3\xa9":[1,\ndata: 2]}}\nid: 7\n\ndata: {"model":"dated"}\n\ndata: {"a":\ndata: "model"\n\n'
+    ).replace(b"\n", newline)
+    assert rename_event_models(events, b'"fast"') == events.replace(b'"dated"', b'"fast"')

@@ -19,21 +19,15 @@ __all__ = ["rename_event_models", "rename_model"]
 
 _DECODER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _DATA_LINE: Final = re.compile(rb"^data: ?(\{.*\})[ \t]*\r?$", re.MULTILINE)
+_DATA_LINES: Final = re.compile(rb"(?:^data:[^\n]*(?:\n|\Z)){2,}", re.MULTILINE)
+_VALUE: Final = re.compile(rb"data: ?([^\r\n]*)")
 _NESTED: Final = ("message", "response")
 """Members that hold an answer object of their own: the start event of Messages, all events of Responses."""
 
 
 def rename_model(data: bytes, name: bytes) -> bytes:
     """``data`` with the JSON text ``name`` as its ``model``; the same bytes where there is none."""
-    spans = _spans(data, depth=0)
-    if not spans:
-        return data
-    parts = []
-    position = 0
-    for start, end in sorted(spans):
-        parts += [data[position:start], name]
-        position = end
-    return b"".join([*parts, data[position:]])
+    return _replaced(data, _spans(data, depth=0), name)
 
 
 def rename_event_models(events: bytes, name: bytes) -> bytes:
@@ -42,7 +36,33 @@ def rename_event_models(events: bytes, name: bytes) -> bytes:
     """
     if b'"model"' not in events:
         return events
-    return _DATA_LINE.sub(lambda line: line[0].replace(line[1], rename_model(line[1], name), 1), events)
+    renamed = _DATA_LINE.sub(lambda line: line[0].replace(line[1], rename_model(line[1], name), 1), events)
+    return _DATA_LINES.sub(lambda lines: _rename_lines(lines[0], name), renamed)
+
+
+def _rename_lines(lines: bytes, name: bytes) -> bytes:
+    """The same for an event whose object goes over several data lines; a name stands within one of them."""
+    values = list(_VALUE.finditer(lines))
+    spans = _spans(b"\n".join(value[1] for value in values), depth=0)
+    edits = []
+    offset = 0
+    for value in values:
+        size = len(value[1])
+        at = value.start(1) - offset
+        edits += [(at + start, at + end) for start, end in spans if offset <= start < offset + size]
+        offset += size + 1
+    return _replaced(lines, edits, name)
+
+
+def _replaced(data: bytes, spans: list[tuple[int, int]], name: bytes) -> bytes:
+    if not spans:
+        return data
+    parts = []
+    position = 0
+    for start, end in sorted(spans):
+        parts += [data[position:start], name]
+        position = end
+    return b"".join([*parts, data[position:]])
 
 
 def _spans(data: bytes, *, depth: int) -> list[tuple[int, int]]:
