@@ -91,6 +91,41 @@ async def test_a_waiting_stream_hears_its_place_get_better_and_then_its_answer()
         assert fleet.outcome("first") is Outcome.CLIENT_CANCELLED
 
 
+@pytest.mark.case("P-04")
+@pytest.mark.clause("EN-110", "SF-03")
+async def test_after_a_wait_comments_go_on_while_the_prompt_is_read_and_end_with_the_first_event() -> None:
+    async def slow(call: StubCall) -> None:
+        number = len(fleet.stub.calls)
+        await (may_end if number == 1 else may_begin).wait()
+        await call.start_events()
+        await call.chunk(*sse_events(["hello"], is_done=False))
+        if number > 1:
+            await may_go_on.wait()
+        await call.chunk(b"data: [DONE]\n\n")
+        await call.end_chunks()
+
+    may_end, may_begin, may_go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    async with fleet_of(capacity=1, queue=PATIENT) as fleet:
+        fleet.stub.script = slow
+        first = await fleet.call()
+        await first.send(post(STREAM))
+        await eventually(lambda: len(fleet.stub.calls) == 1)
+        second = await waiting_caller(fleet, "second")
+        await second.read_until(b": waiting behind 0\n")
+        may_end.set()
+        for _ in range(3):
+            await second.read_until(b": the provider has it\n")
+        may_begin.set()
+        await second.read_until(b"hello")
+        may_go_on.set()
+        rest = await second.read_until(b"0\r\n")
+        assert b"has it" not in rest and b"data: [DONE]\n\n" in rest
+        assert b"has it" not in await first.read_until(b"0\r\n"), (
+            "it did not wait: its answer is its provider's"
+        )
+        await fleet.settled()
+
+
 @pytest.mark.clause("EN-110", "SF-06")
 @pytest.mark.parametrize("path", ERRORS)
 async def test_a_wait_that_ends_in_vain_is_an_event_of_the_dialect(path: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from iop.api.http.errors import Dialect
 from iop.api.http.exchange import Exchange
-from iop.api.http.pulse import comment_while_waiting
+from iop.api.http.pulse import WORKING, comment_while_waiting
 from iop.edge.handle import DispatchHandle
 
 
@@ -17,7 +17,7 @@ class _Line:
     """An exchange of which only the timer and the comments matter, and the handle of its request."""
 
     def __init__(self) -> None:
-        self.is_ended = self.is_gone = self.is_started = False
+        self.is_ended = self.is_gone = self.is_started = self.is_early = False
         self.is_writable = True
         self.waiting_behind: int | None = 2
         self.told: list[bytes] = []
@@ -27,7 +27,7 @@ class _Line:
         self.timer = callback
 
     def start_early(self, *_head: Any, **_late: Any) -> None:
-        pass
+        self.is_early = True
 
     def comment(self, line: bytes) -> None:
         self.told.append(line)
@@ -58,7 +58,25 @@ def test_a_stream_that_waits_again_after_a_vain_attempt_hears_its_place_again() 
     line.tick()
     line.waiting_behind = 0
     line.tick()
-    assert line.told == [b": waiting behind 2\n", b": waiting behind 0\n"]
+    assert line.told == [b": waiting behind 2\n", WORKING, b": waiting behind 0\n"]
+
+
+@pytest.mark.clause("SF-03", "SF-06")
+def test_an_answer_that_was_not_begun_while_it_waited_is_left_to_its_provider() -> None:
+    line = _waiting()
+    line.waiting_behind = None
+    line.tick()
+    assert (line.told, line.is_early) == ([], False)
+
+
+@pytest.mark.clause("SF-08")
+def test_a_caller_that_does_not_read_is_told_nothing_more() -> None:
+    line = _waiting()
+    line.tick()
+    line.waiting_behind = None
+    line.is_writable = False
+    line.tick()
+    assert len(line.told) == 1
 
 
 @pytest.mark.clause("EN-110")
@@ -66,6 +84,7 @@ def test_a_stream_that_waits_again_after_a_vain_attempt_hears_its_place_again() 
 def test_nobody_is_told_after_the_wait_is_over(name: str) -> None:
     line = _waiting()
     line.waiting_behind = None
+    line.is_early = True
     setattr(line, name, True)
     line.tick()
     assert line.timer is None and not line.told

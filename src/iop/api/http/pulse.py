@@ -1,4 +1,4 @@
-"""Signs of life on streams that wait in a queue or that a KEEP pause froze.
+"""Signs of life on streams that wait in a queue, and then for a first token, or that a KEEP pause froze.
 
 Such a stream may be silent for minutes, and what stands between (load balancers, proxies, clients) takes silence for
 a dead peer. So the Edge adds a comment now and then, between events, where SF-03 allows it; parsers skip it. It is one
@@ -22,6 +22,8 @@ BEAT_S: Final = 10.0
 """Seconds between looks at a stream; idle limits of proxies begin at 30 s."""
 
 COMMENT: Final = b": paused\n"
+
+WORKING: Final = b": the provider has it\n"
 
 _EVENTS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -49,7 +51,9 @@ def comment_while_waiting(
 ) -> None:
     """Tell the caller of a stream its place in the queue every ``every_s`` seconds, the first time after as many.
 
-    The first comment begins the answer: from then on whatever goes wrong is an event (EN-110, SF-06).
+    The first comment begins the answer: from then on whatever goes wrong is an event (EN-110, SF-06). An answer
+    begun so goes on with comments while its provider reads the prompt, which may take as long as the wait did. One
+    that was not is never begun for that: its head is the provider's.
     """
     if not (exchange.is_ended or exchange.is_gone or exchange.is_started):
         exchange.after(every_s, partial(_tell_place, exchange, handle, every_s, headers, dialect))
@@ -64,5 +68,7 @@ def _tell_place(
         exchange.start_early([*_EVENTS, *headers, place], late=partial(late_answer_event, dialect=dialect))
         if exchange.is_writable:
             exchange.comment(b": waiting behind %d\n" % behind)
-    # Else a provider has it; it waits again where that was in vain before anything was answered (EN-112).
+    elif exchange.is_early and not exchange.is_started and exchange.is_writable:
+        exchange.comment(WORKING)
+    # It may wait again, where an attempt was in vain before anything was answered (EN-112).
     comment_while_waiting(exchange, handle, every_s=every_s, headers=headers, dialect=dialect)
