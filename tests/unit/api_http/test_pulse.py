@@ -30,7 +30,8 @@ class _Line:
         self.is_early = True
 
     def comment(self, line: bytes) -> None:
-        self.told.append(line)
+        if not (self.is_gone or self.is_ended):
+            self.told.append(line)
 
     def tick(self) -> None:
         callback, self.timer = self.timer, None
