@@ -38,13 +38,19 @@ from iop.admin.requests import (
 )
 from iop.core.errors import InvalidRequest
 
-__all__ = ["DTYPE_BYTES", "check_shape"]
+__all__ = ["DTYPE_BYTES", "REASON_BYTES_MAX", "check_shape"]
 
 REASON_BYTES_MAX: Final = 1024
 """Longest free text of a caller; it goes into every copy of the operation."""
 
 LABEL_BYTES_MAX: Final = 128
-"""Longest profile label and weight version; they become file and metric text."""
+"""Longest name of a model or profile, profile label and weight version; headers and metrics carry some of them."""
+
+PATH_BYTES_MAX: Final = 4096
+"""Longest path or file name; no file system takes a longer one."""
+
+DIMENSIONS_MAX: Final = 16
+"""Most dimensions of a tensor; bounds the size of the number that their product is."""
 
 NAMES_MAX: Final = 65_536
 """Most names in one selector or list; bounds the work that one refusal costs."""
@@ -159,6 +165,18 @@ def _check_text(field: str, text: str) -> None:
         raise _fail(field, f"at most {LABEL_BYTES_MAX} bytes")
 
 
+def _check_label(field: str, text: str) -> None:
+    """A text that goes into HTTP headers and gRPC metadata as it is (AD-33)."""
+    _check_text(field, text)
+    if not all(" " <= c <= "~" for c in text) or text != text.strip():
+        raise _fail(field, "printable ASCII only, no blanks around it")
+
+
+def _check_path(field: str, path: str) -> None:
+    if "\0" in path or len(path.encode()) > PATH_BYTES_MAX:
+        raise _fail(field, f"at most {PATH_BYTES_MAX} bytes, none of them zero")
+
+
 def _check_pause(field: str, pause: PauseSpec | None) -> None:
     if pause is None:
         raise _fail(field, "required")
@@ -197,13 +215,13 @@ def _check_start_profile(request: StartProfileRequest) -> None:
 def _check_reconfigure(request: ReconfigureServingRequest) -> None:
     _check_set("changes", [change.field for change in request.changes])
     for change in request.changes:
-        if isinstance(change.value, tuple):
+        if isinstance(change.value, tuple) and change.value:  # an empty list says: no further name
             _check_names(f"changes.{change.field.name.lower()}", change.value)
 
 
 def _check_update(request: UpdateWeightsRequest, limits: AdminLimits) -> None:
     _check_text("model", request.model)
-    _check_text("weight_version", request.weight_version)
+    _check_label("weight_version", request.weight_version)
     if request.quiesce is not None:
         _check_pause("quiesce", request.quiesce)
     _check_source(request.source, limits)
@@ -214,8 +232,10 @@ def _check_source(source: WeightSource, limits: AdminLimits) -> None:
         case DiskSource():
             if not source.path.startswith("/"):
                 raise _fail("disk.path", "absolute, and visible to every participant")
+            _check_path("disk.path", source.path)
             for digest in source.digests:
                 _check_digest("disk.digests", digest.sha256)
+                _check_path("disk.digests", digest.name)
                 if not digest.name or digest.name.startswith("/") or ".." in digest.name.split("/"):
                     raise _fail("disk.digests", "names are relative to the path")
             if len({d.name for d in source.digests}) != len(source.digests):
@@ -239,6 +259,8 @@ def _check_digest(field: str, digest: bytes) -> None:
 
 def _check_tensors(field: str, specs: Sequence[TensorSpec]) -> None:
     _check_names(field, [spec.name for spec in specs])
+    if any(len(spec.shape) > DIMENSIONS_MAX for spec in specs):
+        raise _fail(f"{field}.shape", f"at most {DIMENSIONS_MAX} dimensions")
 
 
 def _check_inline(source: InlineTensorSource, limits: AdminLimits) -> None:

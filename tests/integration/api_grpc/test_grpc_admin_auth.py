@@ -87,19 +87,20 @@ async def test_permission_is_checked_before_shape_and_authentication_before_perm
         await call(channel, "Pause", bearer("operator"), malformed)
 
 
-@pytest.mark.clause("AD-17")
+@pytest.mark.clause("AD-17", "AD-101")
 @pytest.mark.parametrize(
     ("metadata", "code"),
     [((), grpc.StatusCode.UNAUTHENTICATED), (bearer("operator"), grpc.StatusCode.INVALID_ARGUMENT)],
     ids=["stranger", "operator"],
 )
 async def test_bytes_that_are_no_message_are_refused_in_the_same_order(
-    channel: grpc.aio.Channel, metadata: Any, code: grpc.StatusCode
+    channel: grpc.aio.Channel, operations: ScriptedOperations, metadata: Any, code: grpc.StatusCode
 ) -> None:
     raw = channel.unary_stream("/openengine.v1.OpenEngineAdmin/Pause")
     async with refused(code):
         async for _ in raw(b"\xff\xff\xff", metadata=metadata, timeout=60):
             pass
+    assert operations.audited == ([("operator", "PAUSE", "MALFORMED_MESSAGE")] if metadata else [])
 
 
 @pytest.mark.clause("AD-03", "AD-06")

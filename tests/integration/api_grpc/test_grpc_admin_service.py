@@ -48,6 +48,7 @@ from iop.admin.results import (
     PauseResult,
     StartProfileResult,
 )
+from iop.api.grpc.admin_service import audit_name
 from iop.client.admin import AdminClient, AdminTarget
 from iop.core.errors import (
     Conflict,
@@ -262,6 +263,32 @@ async def test_an_operation_id_is_required(channel: grpc.aio.Channel, rpc: str) 
     async with refused(grpc.StatusCode.INVALID_ARGUMENT) as refusal:
         await call(channel, rpc, bearer("admin"), type(WELL_FORMED[rpc])())
     assert refusal.info().metadata["field"] == "operation_id"
+
+
+@pytest.mark.clause("AD-101")
+@pytest.mark.parametrize("rpc", ["GetOperation", "CancelOperation", "WatchOperation"])
+@pytest.mark.parametrize("operation_id", ["o" * 129, "op-1\0"], ids=["long", "zero"])
+async def test_what_cannot_be_an_operation_id_is_not_looked_up_and_no_text_for_the_audit(
+    channel: grpc.aio.Channel, operations: ScriptedOperations, rpc: str, operation_id: str
+) -> None:
+    async with refused(grpc.StatusCode.INVALID_ARGUMENT) as refusal:
+        await call(channel, rpc, bearer("admin"), type(WELL_FORMED[rpc])(operation_id=operation_id))
+    assert refusal.info().metadata["field"] == "operation_id"
+    assert operations.seen == []
+    assert operations.audited == [("admin", audit_name(rpc), "INVALID_FIELD")]
+
+
+@pytest.mark.clause("AD-24", "AD-101")
+async def test_the_reason_of_a_cancel_is_as_long_as_that_of_a_mutation(
+    channel: grpc.aio.Channel, operations: ScriptedOperations
+) -> None:
+    cancel = pb.CancelAdminOperationRequest(operation_id="op-1", reason="r" * 1024)
+    await call(channel, "CancelOperation", bearer("admin"), cancel)
+    cancel.reason += "r"
+    async with refused(grpc.StatusCode.INVALID_ARGUMENT) as refusal:
+        await call(channel, "CancelOperation", bearer("admin"), cancel)
+    assert refusal.info().metadata["field"] == "reason"
+    assert len(operations.seen) == 1
 
 
 # ---------------------------------------------------------------------------------------------- errors

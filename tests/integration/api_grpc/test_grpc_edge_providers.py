@@ -712,12 +712,12 @@ async def test_equal_routing_keys_find_the_same_provider() -> None:
 
 
 @pytest.mark.clause("SF-21")
-async def test_a_lower_priority_number_goes_first() -> None:
+async def test_a_higher_priority_number_goes_first() -> None:
     async with site_of(pool("openai_compat", capacity=1)) as site:
         first = site.inference.Generate(request(request_id="first"), timeout=60)
         stream = await site.stream()
         calls = []
-        for name, priority in (("late", "5"), ("plain", "0"), ("urgent", "-5")):
+        for name, priority in (("late", "-5"), ("plain", "0"), ("urgent", "5")):
             metadata = (("openengine-priority", priority),)
             calls.append(
                 site.inference.Generate(request(request_id=name, prompt=name), metadata=metadata, timeout=60)

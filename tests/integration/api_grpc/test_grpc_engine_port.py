@@ -18,6 +18,7 @@ from iop.api.grpc.engine_port import EnginePort
 from iop.api.grpc.listeners import inference_listener
 from iop.api.grpc.server import ListenerSettings
 from iop.engine import Engine, EngineState
+from iop.engine.generation import GenerationRequest
 from iop.pb.openengine.v1 import (
     error_pb2,
     generation_pb2,
@@ -138,6 +139,23 @@ async def test_every_advertised_option_is_accepted_and_shows(served: Served) -> 
     finished = [m.finished.output_index for m in messages if m.HasField("finished")]
     assert sorted(finished) == list(range(info.generation.max_num_sequences))
     assert [m.HasField("usage") for m in messages] == [False] * (len(messages) - 1) + [True]
+
+
+@pytest.mark.clause("SF-21")
+async def test_a_higher_priority_number_is_the_engines_lower_one(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    generate_as_usual = served.engine.generate
+
+    def spy(request: GenerationRequest) -> Any:
+        asked.append(request.priority)
+        return generate_as_usual(request)
+
+    monkeypatch.setattr(served.engine, "generate", spy)
+    for priority in ("5", "-5"):
+        await generate(served, request(), metadata=(*KEY_A, ("openengine-priority", priority)))
+    assert asked == [-5, 5], "its scheduler starts low numbers first, the protocol high ones"
 
 
 @pytest.mark.clause("SF-22")

@@ -24,6 +24,7 @@ from iop.admin.enums import (
     DrainTimeoutAction,
     PauseMode,
     ProfilerKind,
+    ReconfigurableField,
     ResourceKind,
     TensorDtype,
     WeightFormat,
@@ -38,6 +39,7 @@ from iop.admin.requests import (
     ModelTargets,
     MutationRequest,
     ParticipantTargets,
+    ServingChange,
     TensorSpec,
 )
 from iop.admin.shape import check_shape
@@ -54,6 +56,16 @@ def tensor(count: int, *, size: int | None = None, name: str = "w") -> InlineTen
 
 def inline(*tensors: InlineTensor) -> MutationRequest:
     return update("v1", source=InlineTensorSource(tensors=tensors))
+
+
+def shaped(dimensions: int) -> InlineTensor:
+    spec = TensorSpec(name="w", dtype=TensorDtype.FLOAT32, shape=(1,) * dimensions)
+    return InlineTensor(spec=spec, data=bytes(4))
+
+
+def aliases(*names: str) -> MutationRequest:
+    change = ServingChange(field=ReconfigurableField.SERVED_ALIASES, value=names)
+    return replace(reconfigure(1), changes=(change,))
 
 
 def disk(path: str, *digests: FileDigest) -> MutationRequest:
@@ -80,6 +92,10 @@ GOOD: dict[str, Callable[[], MutationRequest]] = {
     "drain with timeout": lambda: pause(
         spec=replace(DRAIN, drain_timeout_ms=0, on_drain_timeout=DrainTimeoutAction.FAIL)
     ),
+    "longest path": lambda: disk("/" + "w" * 4095),
+    "most dimensions": lambda: inline(shaped(16)),
+    "no alias": aliases,
+    "aliases": lambda: aliases("a", "b"),
     "no key in a dry run": lambda: flush("", validate_only=True),
 }
 
@@ -135,6 +151,15 @@ BAD: dict[str, tuple[Callable[[], MutationRequest], str]] = {
     ),
     "no model": (lambda: update("v1", model=""), "model"),
     "no version": (lambda: update("", "k"), "weight_version"),
+    "version of two lines": (lambda: update("v\nx: y", "k"), "weight_version"),
+    "version beyond ASCII": (lambda: update("v\u00e9", "k"), "weight_version"),
+    "version with blanks around it": (lambda: update("v1 ", "k"), "weight_version"),
+    "a path with a zero byte": (lambda: disk("/w\0"), "disk.path"),
+    "a path that no system takes": (lambda: disk("/" + "w" * 4096), "disk.path"),
+    "a digest of no file": (lambda: disk("/w", FileDigest(name="a\0", sha256=bytes(32))), "disk.digests"),
+    "too many dimensions": (lambda: inline(shaped(17)), "inline_tensors.tensors.shape"),
+    "an alias twice": (lambda: aliases("a", "a"), "changes.served_aliases"),
+    "an empty alias": (lambda: aliases(""), "changes.served_aliases"),
     "relative path": (lambda: disk("w"), "disk.path"),
     "short digest": (lambda: disk("/w", FileDigest(name="a", sha256=b"1")), "disk.digests"),
     "escaping digest": (

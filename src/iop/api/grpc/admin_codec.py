@@ -13,14 +13,18 @@ from iop.admin.codec import RecordCodec
 from iop.admin.core import MutationCall
 from iop.admin.permissions import Principal
 from iop.admin.requests import MutationRequest
+from iop.admin.shape import REASON_BYTES_MAX
 from iop.core.errors import InvalidRequest
 
-__all__ = ["CODEC", "check_unknown_fields", "decode_mutation", "require_text"]
+__all__ = ["CODEC", "check_reason", "check_unknown_fields", "decode_mutation", "require_text"]
 
 CODEC: Final = RecordCodec(error=InvalidRequest)
 """Reads requests strictly and writes answers."""
 
 Mutation = TypeVar("Mutation", bound=MutationRequest)
+
+NAME_CHARS_MAX: Final = 128
+"""Longest operation id that is looked up: what is asked for goes into the audit, and no id of ours is longer."""
 
 NAMED_MAX: Final = 8
 """Most unknown fields named in one refusal; the text is a header."""
@@ -77,12 +81,29 @@ def _unknown_paths(message: Message, path: str) -> Iterator[str]:
             yield from _unknown_paths(item, f"{path}{field.name}{suffix}.")
 
 
-def require_text(value: str, field: str) -> str:
-    """A required string of a read request.
+def require_text(value: str, field: str, *, chars_max: int = NAME_CHARS_MAX) -> str:
+    """A required string of a call that names something.
 
     Raises:
-        InvalidRequest: it is empty.
+        InvalidRequest: INVALID_FIELD, it is empty, or no name: longer than any, or not printable.
     """
     if not value:
-        raise InvalidRequest(f"`{field}` is required.", reason="INVALID_FIELD", details={"field": field})
+        raise _bad_field(field, "required")
+    if len(value) > chars_max or not value.isprintable():
+        raise _bad_field(field, f"at most {chars_max} printable characters")
     return value
+
+
+def check_reason(value: str) -> str:
+    """The reason that a cancel gives.
+
+    Raises:
+        InvalidRequest: INVALID_FIELD, it is too long to be kept.
+    """
+    if len(value.encode()) > REASON_BYTES_MAX:
+        raise _bad_field("reason", f"at most {REASON_BYTES_MAX} bytes")
+    return value
+
+
+def _bad_field(field: str, fix: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {fix}", reason="INVALID_FIELD", details={"field": field})

@@ -36,7 +36,13 @@ from iop.admin.results import (
     OperationPlan,
     OperationResult,
 )
-from iop.api.grpc.admin_codec import CODEC, check_unknown_fields, decode_mutation, require_text
+from iop.api.grpc.admin_codec import (
+    CODEC,
+    check_reason,
+    check_unknown_fields,
+    decode_mutation,
+    require_text,
+)
 from iop.api.grpc.interceptors import current_principal
 from iop.core.errors import InvalidRequest
 from iop.pb.openengine.v1 import admin_pb2 as pb
@@ -170,7 +176,8 @@ class AdminService(admin_pb2_grpc.OpenEngineAdminServicer):
 
     async def GetOperation(self, request: pb.GetAdminOperationRequest, context: Any) -> pb.AdminOperation:
         """AD-23."""
-        operation_id = require_text(request.operation_id, "operation_id")
+        async with self._shaping("GetOperation"):
+            operation_id = require_text(request.operation_id, "operation_id")
         operation = await self._operations.get(current_principal(), operation_id)
         return CODEC.encode(operation, pb.AdminOperation())
 
@@ -178,9 +185,11 @@ class AdminService(admin_pb2_grpc.OpenEngineAdminServicer):
         self, request: pb.CancelAdminOperationRequest, context: Any
     ) -> pb.CancelAdminOperationResponse:
         """AD-24."""
-        check_unknown_fields(request)
-        operation_id = require_text(request.operation_id, "operation_id")
-        result = await self._operations.cancel(current_principal(), operation_id, reason=request.reason)
+        async with self._shaping("CancelOperation"):
+            check_unknown_fields(request)
+            operation_id = require_text(request.operation_id, "operation_id")
+            reason = check_reason(request.reason)
+        result = await self._operations.cancel(current_principal(), operation_id, reason=reason)
         return CODEC.encode(result, pb.CancelAdminOperationResponse())
 
     async def GetAdminProfile(self, request: pb.GetAdminProfileRequest, context: Any) -> pb.AdminProfile:
@@ -192,13 +201,15 @@ class AdminService(admin_pb2_grpc.OpenEngineAdminServicer):
         self, request: pb.ListAdminOperationsRequest, context: Any
     ) -> pb.ListAdminOperationsResponse:
         """AD-01."""
-        wanted = CODEC.decode(request, ListOperationsRequest)
+        async with self._shaping("ListOperations"):
+            wanted = CODEC.decode(request, ListOperationsRequest)
         page = await self._operations.list_operations(current_principal(), wanted)
         return CODEC.encode(page, pb.ListAdminOperationsResponse())
 
     async def WatchOperation(self, request: pb.WatchAdminOperationRequest, context: Any) -> Events:
         """AD-01, AD-26."""
-        operation_id = require_text(request.operation_id, "operation_id")
+        async with self._shaping("WatchOperation"):
+            operation_id = require_text(request.operation_id, "operation_id")
         events = self._operations.watch(
             current_principal(), operation_id, after_sequence=request.after_sequence
         )
@@ -225,11 +236,16 @@ class AdminService(admin_pb2_grpc.OpenEngineAdminServicer):
             CODEC.encode(outcome, answer)
 
     async def _decode(self, message: Any, record_type: type[Mutation], rpc: str) -> MutationCall:
-        principal = current_principal()
+        async with self._shaping(rpc):
+            return decode_mutation(message, record_type, rpc=rpc, principal=current_principal())
+
+    @contextlib.asynccontextmanager
+    async def _shaping(self, rpc: str) -> AsyncIterator[None]:
+        """Note in the audit what is refused for its shape, before the core hears of it (AD-101)."""
         try:
-            return decode_mutation(message, record_type, rpc=rpc, principal=principal)
+            yield
         except InvalidRequest as error:
-            await self._operations.audit(principal, audit_name(rpc), outcome=error.reason)
+            await self._operations.audit(current_principal(), audit_name(rpc), outcome=error.reason)
             raise
 
 

@@ -27,6 +27,9 @@ ARTIFACT_METHODS: Final[Mapping[str, Permission | None]] = MappingProxyType(
 PIECE_BYTES_MAX: Final = 256 * KIB
 """Largest message: larger ones would be held whole on both sides, smaller ones cost a call each."""
 
+URI_CHARS_MAX: Final = 1024
+"""Longest uri that is looked for; those that we make are shorter."""
+
 READ: Final = "READ_ARTIFACT"
 
 ReadArtifact: TypeAlias = Callable[[str], AsyncIterator[bytes]]
@@ -52,8 +55,8 @@ class ArtifactService(artifacts_pb2_grpc.ArtifactsServicer):
     ) -> AsyncGenerator[pb.ReadArtifactResponse, None]:
         """AD-46."""
         principal = current_principal()
-        uri = require_text(request.uri, "uri")
         try:
+            uri = require_text(request.uri, "uri", chars_max=URI_CHARS_MAX)
             pieces = self._read(uri)
             # What cannot be had at all is refused and audited as such.
             first = await anext(pieces, b"")

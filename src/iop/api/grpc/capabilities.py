@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
+from iop.api.grpc.metadata import TARGET_DP_RANK
 from iop.api.grpc.ports import (
     CandidateMode,
     EveryCandidate,
@@ -13,11 +14,13 @@ from iop.api.grpc.ports import (
     LogprobCapabilities,
     LogprobWish,
     ModelInfo,
+    Parallelism,
     ServerInfo,
     TheseCandidates,
     TopCandidates,
 )
 from iop.core.errors import InvalidRequest, IopError, Unsupported
+from iop.wire.data_parallel import served_ranks, write_ranks
 
 __all__ = ["check_supported"]
 
@@ -25,18 +28,22 @@ PROMPT_FORMAT_KEY: Final = "prompt_format"
 """`GenerateRequest.extra` key: how `prompt` is to be read."""
 
 
-def check_supported(call: GenerateCall, model: ModelInfo, server: ServerInfo) -> None:
+def check_supported(call: GenerateCall, model: ModelInfo, server_info: Callable[[], ServerInfo]) -> None:
     """Refuse what was asked for and is not advertised: only a plain yes counts.
+
+    ``server_info`` is asked where the model itself does not tell.
 
     Raises:
         Unsupported: UNSUPPORTED_FEATURE, naming the feature.
         InvalidRequest: a number beyond an advertised maximum.
     """
-    for refusal in _refusals(call, model, server):
+    for refusal in _refusals(call, model, server_info):
         raise refusal
 
 
-def _refusals(call: GenerateCall, model: ModelInfo, server: ServerInfo) -> Iterator[IopError]:
+def _refusals(
+    call: GenerateCall, model: ModelInfo, server_info: Callable[[], ServerInfo]
+) -> Iterator[IopError]:
     can = model.generation
     asked = (
         ("prompt", isinstance(call.prompt, str), model.supports_text_input),
@@ -65,15 +72,28 @@ def _refusals(call: GenerateCall, model: ModelInfo, server: ServerInfo) -> Itera
     sequences_max = 1 if can.max_num_sequences is None else can.max_num_sequences
     if call.sampling.num_sequences is not None and not 1 <= call.sampling.num_sequences <= sequences_max:
         yield _beyond("sampling.num_sequences", f"must be from 1 to {sequences_max}")
-    ranks = server.parallelism.data_parallel_size
-    if call.hints.target_dp_rank is None:
-        return
-    if ranks is None:
-        yield _unsupported("openengine-target-dp-rank")
-    elif call.hints.target_dp_rank >= ranks:
-        yield _beyond(
-            "openengine-target-dp-rank", f"must be below {ranks}, the number of data-parallel ranks"
-        )
+    if (wanted := call.hints.target_dp_rank) is not None:
+        ranks = model.data_parallel_ranks
+        if ranks is None:
+            ranks = parallel_ranks(server_info().parallelism)
+        if not ranks:
+            yield Unsupported(
+                f"`{TARGET_DP_RANK}` is not offered for this model: none of its engines tells of data-parallel ranks. "
+                "Ask without it; GetModelInfo tells when there are some.",
+                reason="UNSUPPORTED_FEATURE",
+                details={"feature": TARGET_DP_RANK},
+            )
+        elif wanted not in ranks:
+            yield _beyond(TARGET_DP_RANK, f"must be a data-parallel rank of the model: {write_ranks(ranks)}")
+
+
+def parallel_ranks(parallelism: Parallelism) -> frozenset[int]:
+    """The ranks that a server of this shape serves."""
+    return served_ranks(
+        size=parallelism.data_parallel_size,
+        rank=parallelism.data_parallel_rank,
+        start_rank=parallelism.data_parallel_start_rank,
+    )
 
 
 def _knows_extra(key: str, value: object, model: ModelInfo) -> bool:

@@ -26,6 +26,7 @@ from iop.pb.openengine.v1 import (
     openengine_pb2_grpc,
     server_pb2,
 )
+from iop.wire.data_parallel import RANKS_EXTRA_KEY, write_ranks
 
 __all__ = ["CONTROL_METHODS", "CONTROL_SERVICE", "ControlService", "WeightSources"]
 
@@ -110,7 +111,10 @@ class ControlService(openengine_pb2_grpc.ControlServicer):
         """What a model accepts (SF-22)."""
         model = self._control.model_info(request.model)
         self._check_allowed(request.model, model)
-        return _CODEC.encode(model, model_pb2.ModelInfo())
+        answer = _CODEC.encode(replace(model, data_parallel_ranks=None), model_pb2.ModelInfo())
+        if model.data_parallel_ranks is not None:
+            answer.extra.update({RANKS_EXTRA_KEY: write_ranks(model.data_parallel_ranks)})
+        return answer
 
     async def GetLoad(self, request: server_pb2.GetLoadRequest, context: Any) -> server_pb2.LoadInfo:
         """How busy the server is."""

@@ -122,6 +122,7 @@ class EdgePort:
             ),
             supports_lora=every.lora,
             supports_multimodal=every.multimodal,
+            data_parallel_ranks=self._dispatcher.pools.ranks_of(spec.id),
         )
 
     async def generate(self, call: ports.GenerateCall) -> AnswerStream:
@@ -214,8 +215,8 @@ class EdgePort:
             model=spec.id,
             operation=generation_of(call),
             estimated_prompt_tokens=tokens,
-            # The schema's priorities come first when low, dispatch's when high.
-            priority=0 if hints.priority is None else max(PRIORITY_MIN, min(PRIORITY_MAX, -hints.priority)),
+            priority=0 if hints.priority is None else max(PRIORITY_MIN, min(PRIORITY_MAX, hints.priority)),
+            target_rank=hints.target_dp_rank,
             # Two keys that choose the same word do not share a session.
             session=f"{call.caller}:{hints.routing_key}" if hints.routing_key else "",
             caller=call.caller,
@@ -278,12 +279,18 @@ class EdgePort:
     # ------------------------------------------------------------------------------------------ control
 
     def server_info(self) -> ports.ServerInfo:
-        """What the Edge is; nothing about its Nodes (EN-04)."""
+        """What the Edge is; nothing about its Nodes (EN-04).
+
+        Data-parallel ranks are told where they are the same for every model; else each model's own tell them (SF-22).
+        """
+        models = tuple(self._find_snapshot().models)
+        each = {self._dispatcher.pools.ranks_of(model) for model in models}
         return ports.ServerInfo(
             engine_name="iop-edge",
             engine_version=__version__,
             instance_id=self._instance_id,
-            supported_models=tuple(self._find_snapshot().models),
+            supported_models=models,
+            parallelism=_parallelism(each.pop()) if len(each) == 1 else ports.Parallelism(),
         )
 
     async def load(self, *, include_per_rank: bool) -> ports.LoadInfo:  # noqa: ARG002 - a fleet has no ranks of its own
@@ -382,6 +389,14 @@ class EdgePort:
         message = "all requests were aborted by an operator"
         outcomes = [live.end(message, is_own=False) for live in list(self._live.values())]
         return outcomes.count(ports.AbortOutcome.ABORTED)
+
+
+def _parallelism(ranks: frozenset[int]) -> ports.Parallelism:
+    """Ranks in the words of the schema, which has some for one span of them."""
+    first = min(ranks, default=0)
+    if not ranks or max(ranks) - first + 1 != len(ranks):
+        return ports.Parallelism()
+    return ports.Parallelism(data_parallel_size=len(ranks), data_parallel_start_rank=first)
 
 
 class _Live:

@@ -384,7 +384,7 @@ def _to_engine(call: ports.GenerateCall) -> GenerationRequest:
         n=_or(wanted.num_sequences, 1),
         logprobs=_top_n(call.output_logprobs),
         prompt_logprobs=_top_n(call.prompt_logprobs),
-        priority=_or(call.hints.priority, 0),
+        priority=-_or(call.hints.priority, 0),  # the protocol's high ones come first, the engine's low ones
     )
 
 

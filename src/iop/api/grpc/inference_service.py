@@ -137,7 +137,7 @@ class InferenceService(openengine_pb2_grpc.InferenceServicer):
         )
         model = self._inference.model_info(call.model)
         check_model_allowed(caller, call.model, model)
-        check_supported(call, model, self._control.server_info())
+        check_supported(call, model, self._control.server_info)
         return call, ignored_hints(said, hints)
 
 

@@ -142,7 +142,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):
         authorize: raises PermissionDenied unless the caller may call this full method name. Called for every
             method that is not public, so an unknown one is its to refuse.
         public: full method names, or service prefixes ending in `/`, that need no credential.
-        on_refused: told of known callers who were not authorised, for the audit (AD-101).
+        on_refused: told of known callers who were not authorised or sent no message, for the audit (AD-101).
         strangers: how often an address may come without a credential that is known; None: as often as it likes.
     """
 
@@ -175,8 +175,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):
             async def guarded(request: Any, context: Context) -> Any:
                 caller = self._identify(context)
                 _caller.set(caller)
-                await self._check(caller, method)
-                return await behaviour(_parse(request, parse), context)
+                try:
+                    self._authorize(caller, method)
+                    message = _parse(request, parse)
+                except IopError as error:
+                    if self._on_refused is not None:
+                        await self._on_refused(caller, method, error)
+                    raise
+                return await behaviour(message, context)
 
             return guarded
 
@@ -192,14 +198,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor, Generic[Caller]):
             if self._strangers is None:
                 raise
             raise self._strangers.judge(address_of_peer(context.peer()), error) from None
-
-    async def _check(self, caller: Caller, method: str) -> None:
-        try:
-            self._authorize(caller, method)
-        except IopError as error:
-            if self._on_refused is not None:
-                await self._on_refused(caller, method, error)
-            raise
 
     def _is_public(self, method: str) -> bool:
         return method in self._public or method[: method.rfind("/") + 1] in self._public

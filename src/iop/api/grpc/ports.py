@@ -66,7 +66,7 @@ class RoutingHints:
     Attributes:
         routing_key: calls with equal keys prefer the same provider; empty: none.
         target_dp_rank: data-parallel rank wanted.
-        priority: lower values first.
+        priority: higher values first, as the protocol has it.
         traceparent: W3C trace context, as it came; empty: none.
         tracestate: the same.
     """
@@ -449,7 +449,12 @@ class GenerationCapabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a model can do here."""
+    """What a model can do here.
+
+    Attributes:
+        data_parallel_ranks: those that a call can ask for; ``None``: those of the server, as its parallelism has them.
+            The schema has no field for it; it travels in ``extra``.
+    """
 
     model_id: str
     served_model_name: str
@@ -464,6 +469,7 @@ class ModelInfo:
     supports_multimodal: bool | None = None
     reasoning_parser: str = ""
     tool_call_parser: str = ""
+    data_parallel_ranks: frozenset[int] | None = None
 
 
 class HealthState(enum.IntEnum):

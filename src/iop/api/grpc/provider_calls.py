@@ -99,6 +99,8 @@ def provider_call(
         metadata = {run_metadata.OPENENGINE_REQUEST: "1"}
         if priority is not None:
             metadata[run_metadata.PRIORITY] = str(priority)
+        if call.hints.target_dp_rank is not None:
+            metadata[run_metadata.TARGET_RANK] = str(call.hints.target_dp_rank)
         return RunCall(
             input=encode_generate(call),
             sink=EngineRunSink(answer, outputs=outputs),
