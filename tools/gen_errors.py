@@ -70,6 +70,7 @@ LOOKS = {
         ("model_not_found", "operation_not_supported", "unknown_path", "unsupported_feature"), ROUTES
     ),
     "long_context_not_supported": "`models[].long_context_tokens`, `nodes[].adapters[].long_context_capacity`.",
+    "target_rank_not_served": "`GetModelInfo` tells the ranks in `extra`; the engine's own `GetServerInfo`.",
     "unsupported_field": "`models[].conversion_drops`; `iop models` shows which routes are converted.",
     **dict.fromkeys(("paused", "aborted", "aborted_by_admin"), PAUSE),
     **dict.fromkeys(("no_capacity", "node_lost", "node_shutdown"), NODE),

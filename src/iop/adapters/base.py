@@ -190,6 +190,7 @@ class AdapterSnapshot:
         engine_in_flight: requests at the engine by its own count; `None` when it tells none.
         engine_queued: waiting inside the engine; `None` when it tells none.
         model_infos: by target, an OpenEngine server's own serialised ``ModelInfo``.
+        data_parallel_ranks: by target, the ranks of the engine that a run can ask for (SF-21).
         model_facts: by the engine's name for a model, what it says of it.
         absent_operations: what the profile names and the engine was found not to have.
     """
@@ -202,6 +203,7 @@ class AdapterSnapshot:
     engine_in_flight: int | None = None
     engine_queued: int | None = None
     model_infos: Mapping[str, bytes] = field(default_factory=dict)
+    data_parallel_ranks: Mapping[str, frozenset[int]] = field(default_factory=dict)
     model_facts: Mapping[str, ModelFacts] = field(default_factory=dict)
     absent_operations: frozenset[str] = frozenset()
 

@@ -154,6 +154,7 @@ class DispatchRequest(Struct, frozen=True, kw_only=True):
         preferred_provider: opaque provider name (as in ``x-iop-provider``) that the caller would like: a hint (EN-04).
         caller: name of the API key, for ``iop explain``; empty when the API is open.
         traceparent, tracestate: the caller's trace context, as it said it (SF-13); read only where spans are recorded.
+        target_rank: the data-parallel rank that shall serve it; only providers that have it are candidates (SF-21).
         via: names of the Edges that it came through, with commas; empty: it came from a client (SF-24).
     """
 
@@ -167,6 +168,7 @@ class DispatchRequest(Struct, frozen=True, kw_only=True):
     caller: str = ""
     traceparent: str = ""
     tracestate: str = ""
+    target_rank: int | None = None
     via: str = ""
 
 

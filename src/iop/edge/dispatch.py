@@ -185,6 +185,7 @@ class Dispatcher:
             priority=max(PRIORITY_MIN, min(PRIORITY_MAX, request.priority)),
             session=request.session,
             preferred_provider=request.preferred_provider,
+            target_rank=request.target_rank,
             number=self.pools.new_number(),
         )
         if request.via and has_looped(request.via, self._instance):

@@ -39,6 +39,7 @@ from iop.edge.scrub import scrub
 from iop.edge.snapshot import EdgeSnapshot, NodeSpec
 from iop.edge.tasks import TaskOwner
 from iop.net.ports import EdgeConnection
+from iop.wire.data_parallel import RANKS_CAPABILITY, read_ranks
 from iop.wire.handshake import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN
 from iop.wire.messages import (
     AdapterStatus,
@@ -163,6 +164,7 @@ class Nodes:
                 if shown.id in configured
             }
             self._note_missing(node, session)
+            self._note_ranks(node, session)
             if any(shown.capabilities.get(NODE_STOPPING) == "true" for shown in report.providers):
                 self._note_leaving(node)
             for watcher in self._watchers:
@@ -379,6 +381,21 @@ class Nodes:
             for name, shown in session.probed.items()
         }
         settled = self._pools.set_missing(node, generation, missing, now=self._loop.time())
+        if settled:
+            self._dispatcher.apply(settled)
+
+    def _note_ranks(self, node: NodeId, session: _Session) -> None:
+        """Which data-parallel ranks the engines have; of an engine that was not asked yet, nothing is told (SF-21)."""
+        generation = self.registry.generation_of(node)
+        if generation is None or self._dispatcher is None:
+            return
+        told: dict[ProviderId, dict[str, frozenset[int]]] = {}
+        for name, shown in session.probed.items():
+            for capability, value in shown.capabilities.items():
+                if capability.startswith(RANKS_CAPABILITY):
+                    target = capability.removeprefix(RANKS_CAPABILITY)
+                    told.setdefault(ProviderId(name), {})[target] = read_ranks(value)
+        settled = self._pools.set_ranks(node, generation, told, now=self._loop.time())
         if settled:
             self._dispatcher.apply(settled)
 

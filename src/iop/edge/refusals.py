@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from iop.core.errors import Draining, IopError, NotFound, Overloaded, Unavailable, Unsupported
+from iop.core.errors import (
+    Draining,
+    InvalidRequest,
+    IopError,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    Unsupported,
+)
 from iop.edge.pools import Refusal, RefusalReason
 
 
@@ -35,5 +43,11 @@ def error_of_refusal(refusal: Refusal, model: str) -> IopError:
         case RefusalReason.LONG_CONTEXT_NOT_SUPPORTED:
             message = f"no provider of model {model!r} takes prompts of this length"
             return Unsupported(message, reason=reason, details=details)
+        case RefusalReason.TARGET_RANK_NOT_SERVED:
+            ranks = details.get("ranks", "")
+            message = f"no provider of model {model!r} has this data-parallel rank; " + (
+                f"it has: {ranks}" if ranks else "none of them told of ranks: ask for none"
+            )
+            return InvalidRequest(message, reason=reason, details=details)
         case _:
             assert_never(refusal.reason)

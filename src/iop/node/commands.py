@@ -15,6 +15,7 @@ from iop.adapters.base import MODEL_CAPABILITY, AdapterCapabilities, AdapterSnap
 from iop.node.providers import Provider, ProviderSet, provider_name
 from iop.node.step_runner import StepCodec, StepRunner
 from iop.node.work import NodeWork
+from iop.wire.data_parallel import RANKS_CAPABILITY, write_ranks
 from iop.wire.messages import (
     CommandRequest,
     CommandResponse,
@@ -216,6 +217,8 @@ def _capability_map(
         told["engine_version"] = now_is.engine_version
     for target, info in now_is.model_infos.items():
         told[MODEL_CAPABILITY + target] = base64.b64encode(info).decode("ascii")
+    for target, ranks in now_is.data_parallel_ranks.items():
+        told[RANKS_CAPABILITY + target] = write_ranks(ranks)
     for target, facts in now_is.model_facts.items():
         told[MODEL_FACTS + target] = encode_facts(facts)
     if now_is.absent_operations:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["OPENENGINE_REQUEST", "PRIORITY", "REQUEST_ID", "SCORED_DELTAS", "VIA"]
+__all__ = ["OPENENGINE_REQUEST", "PRIORITY", "REQUEST_ID", "SCORED_DELTAS", "TARGET_RANK", "VIA"]
 
 OPENENGINE_REQUEST: Final = "iop-openengine-request"
 """Set to ``1``: the input is a serialised ``openengine.v1.GenerateRequest``, and the deltas are serialised
@@ -24,7 +24,11 @@ REQUEST_ID: Final = "iop-request-id"
 """The request id that the caller knows; the run id is new for each attempt (EN-118)."""
 
 PRIORITY: Final = "iop-priority"
-"""The priority that the request was dispatched with, in OpenEngine's order: lower first."""
+"""The priority that the caller gave, in OpenEngine's order: higher first."""
+
+TARGET_RANK: Final = "iop-target-dp-rank"
+"""The data-parallel rank of the engine that shall serve the run, in decimal (SF-21). Only a provider whose Node told
+that it has this rank gets it."""
 
 VIA: Final = "iop-via"
 """The Edges that the request has come through, this one last."""

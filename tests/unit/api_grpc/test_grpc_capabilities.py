@@ -73,14 +73,14 @@ def test_a_feature_passes_where_advertised_and_is_refused_where_not(
     feature: str, changes: dict[str, Any]
 ) -> None:
     call = asked(**changes)
-    check_supported(call, EVERYTHING, SERVER)
+    check_supported(call, EVERYTHING, lambda: SERVER)
     base = (
         NOTHING
         if feature in {"prompt", "token_ids"}
         else dataclasses.replace(NOTHING, supports_text_input=True, supports_token_ids_input=True)
     )
     with pytest.raises(Unsupported) as caught:
-        check_supported(call, base, SERVER)
+        check_supported(call, base, lambda: SERVER)
     assert caught.value.details == {"feature": feature}
     assert caught.value.reason == "UNSUPPORTED_FEATURE"
 
@@ -96,7 +96,7 @@ def test_a_feature_passes_where_advertised_and_is_refused_where_not(
     ],
 )
 def test_saying_no_to_a_feature_needs_no_support_for_it(changes: dict[str, Any]) -> None:
-    check_supported(asked(**changes), dataclasses.replace(NOTHING, supports_text_input=True), SERVER)
+    check_supported(asked(**changes), dataclasses.replace(NOTHING, supports_text_input=True), lambda: SERVER)
 
 
 @pytest.mark.clause("SF-22")
@@ -111,7 +111,7 @@ def test_saying_no_to_a_feature_needs_no_support_for_it(changes: dict[str, Any])
 )
 def test_what_nobody_can_advertise_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(Unsupported):
-        check_supported(asked(**changes), EVERYTHING, SERVER)
+        check_supported(asked(**changes), EVERYTHING, lambda: SERVER)
 
 
 @pytest.mark.clause("SF-22")
@@ -130,10 +130,10 @@ def test_each_way_to_select_candidates_is_judged_alone(candidates: Any, mode: po
         return dataclasses.replace(EVERYTHING, generation=generation)
 
     call = asked(output_logprobs=wish(candidates))
-    check_supported(call, model(mode), SERVER)
+    check_supported(call, model(mode), lambda: SERVER)
     others = [other for other in ports.CandidateMode if other is not mode]
     with pytest.raises(Unsupported, match=mode.name.lower()):
-        check_supported(call, model(*others), SERVER)
+        check_supported(call, model(*others), lambda: SERVER)
 
 
 @pytest.mark.clause("SF-22")
@@ -152,7 +152,24 @@ def test_each_way_to_select_candidates_is_judged_alone(candidates: Any, mode: po
 def test_advertised_maxima_are_the_border(changes: dict[str, Any], is_taken: bool) -> None:
     caught: IopError | None = None
     try:
-        check_supported(asked(**changes), EVERYTHING, SERVER)
+        check_supported(asked(**changes), EVERYTHING, lambda: SERVER)
     except InvalidRequest as error:
         caught = error
     assert (caught is None) is is_taken
+
+
+@pytest.mark.clause("SF-21", "SF-22")
+def test_a_models_own_ranks_go_before_those_of_its_server() -> None:
+    wanted = asked(hints=ports.RoutingHints(target_dp_rank=4))
+    check_supported(
+        wanted, dataclasses.replace(EVERYTHING, data_parallel_ranks=frozenset({4, 5})), lambda: SERVER
+    )
+    with pytest.raises(InvalidRequest, match="of the model: 0-1,3"):
+        check_supported(
+            wanted, dataclasses.replace(EVERYTHING, data_parallel_ranks=frozenset({0, 1, 3})), lambda: SERVER
+        )
+    with pytest.raises(Unsupported) as caught:
+        check_supported(
+            wanted, dataclasses.replace(EVERYTHING, data_parallel_ranks=frozenset()), lambda: SERVER
+        )
+    assert caught.value.details == {"feature": "openengine-target-dp-rank"}

@@ -23,6 +23,7 @@ from iop.adapters.controlled import Controlled
 from iop.adapters.gate_control import GateControl
 from iop.adapters.http_tunnel import refuse_tunnel
 from iop.adapters.openengine.channel import bearer, check_authority, connect, error_of, open_channel
+from iop.adapters.openengine.ranks import ranks_of
 from iop.adapters.openengine.runs import GenerateRun
 from iop.core.errors import InvalidRequest, IopError
 from iop.pb.openengine.v1 import lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
@@ -110,6 +111,7 @@ class OpenEngineAdapter(Controlled):
         self._in_flight: int | None = None
         self._queued: int | None = None
         self._infos: dict[str, model_pb2.ModelInfo] = {}
+        self._ranks: dict[str, frozenset[int]] = {}
         self._seen_version = ""
 
     @property
@@ -144,6 +146,7 @@ class OpenEngineAdapter(Controlled):
             engine_in_flight=self._in_flight,
             engine_queued=self._queued,
             model_infos={target: info.SerializeToString() for target, info in self._infos.items()},
+            data_parallel_ranks=self._ranks,
         )
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -235,8 +238,11 @@ class OpenEngineAdapter(Controlled):
         self._in_flight = load.running_requests if load.HasField("running_requests") else None
         self._queued = load.queued_requests if load.HasField("queued_requests") else None
         known = {target: told for target, told in infos.items() if told is not None}
-        if known != self._infos:
-            self._infos = known
+        ranks = {target: ranks_of(info, told) for target, told in infos.items()}
+        for told in known.values():
+            told.ClearField("extra")
+        if (known, ranks) != (self._infos, self._ranks):
+            self._infos, self._ranks = known, ranks
             self._services.on_change()
         self._observe(*_together(healths))
 
@@ -258,7 +264,6 @@ class OpenEngineAdapter(Controlled):
             if exc.code() in _NO_SUCH_MODEL:
                 return None
             raise
-        info.ClearField("extra")
         return info if info.ByteSize() <= INFO_BYTES_MAX else None
 
     @staticmethod

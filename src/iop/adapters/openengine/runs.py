@@ -271,6 +271,7 @@ class GenerateRun:
         pairs = (
             ("openengine-routing-key", run.session_id[:256]),
             ("openengine-priority", said.get(run_metadata.PRIORITY, "") if self._takes_priority else ""),
+            ("openengine-target-dp-rank", said.get(run_metadata.TARGET_RANK, "")),
             ("traceparent", run.traceparent),
             ("tracestate", run.tracestate),
             ("x-request-id", said.get(run_metadata.REQUEST_ID, "")),

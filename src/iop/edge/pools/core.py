@@ -35,9 +35,10 @@ from iop.edge.pools.model import (
     Waiting,
 )
 from iop.edge.pools.provider import Overrides, Provider, opaque_name
-from iop.edge.pools.queue import ClassKey, Condition, ModelQueue, WaitClass, Waiter
+from iop.edge.pools.queue import ClassKey, Condition, ModelQueue, WaitClass, Waiter, class_of
 from iop.edge.pools.selection import Affinities, Candidate, choose
 from iop.edge.snapshot import EdgeSnapshot, ModelSpec, PoolMember
+from iop.wire.data_parallel import write_ranks
 
 COMPARED_MAX = 32
 """Providers with room that are compared for one request. More would make each request of a large fleet pay for all."""
@@ -87,7 +88,7 @@ class Pools:
         model = self._snapshot.models.get(demand.model)
         if model is None:
             return Refusal(reason=RefusalReason.MODEL_NOT_FOUND)
-        key = ClassKey(demand.is_long, demand.operation, demand.barred)
+        key = class_of(demand)
         queue = self._queues[model.id]
         condition = queue.condition_of(key)
         if condition is None:
@@ -112,7 +113,7 @@ class Pools:
         model = self._snapshot.models.get(demand.model)
         if model is None:
             return Refusal(reason=RefusalReason.MODEL_NOT_FOUND)
-        key = ClassKey(demand.is_long, demand.operation, demand.barred)
+        key = class_of(demand)
         queue = self._queues[model.id]
         condition = queue.condition_of(key)
         if condition is None:
@@ -249,6 +250,26 @@ class Pools:
                 provider.learn(lacks)
                 touched.append(provider)
         return [*self._refuse_unservable(touched), *self._settle(touched, now)]
+
+    def set_ranks(
+        self,
+        node: NodeId,
+        generation: Generation,
+        told: Mapping[ProviderId, Mapping[str, frozenset[int]]],
+        *,
+        now: float,
+    ) -> list[Settlement]:
+        """A Node told which data-parallel ranks its engines have, by target (SF-21).
+
+        Waiters for a rank that nobody of the pool has any more are refused at once.
+        """
+        touched: list[Provider] = []
+        for name, ranks in told.items():
+            provider = self._providers.get(ProviderKey(node=node, provider=name))
+            if provider is not None and provider.generation == generation and provider.told_ranks != ranks:
+                provider.told_ranks = ranks
+                touched.append(provider)
+        return [*self._refuse_unservable(touched), *self._settle(touched, now)] if touched else []
 
     def fence(
         self, node: NodeId, generation: Generation, *, now: float
@@ -414,9 +435,14 @@ class Pools:
         provider = self._providers.get(key)
         return provider is not None and operation in provider.served
 
+    def ranks_of(self, model_id: ModelId) -> frozenset[int]:
+        """The data-parallel ranks that can be asked for: of all enabled providers, also of those that are away."""
+        members = self._members.get(model_id, ())
+        return frozenset().union(*(p.ranks_of(model_id) for _, p in members if p.is_enabled))
+
     def has_live(self, demand: Demand) -> bool:
         """Whether somebody is there who could serve this demand, however busy."""
-        key = ClassKey(demand.is_long, demand.operation, demand.barred)
+        key = class_of(demand)
         return any(p.is_live and p.serves(key) for _, p in self._members.get(demand.model, ()))
 
     def way_of(self, lease: Lease, operation: str) -> str:
@@ -453,7 +479,7 @@ class Pools:
 
     def explain(self, demand: Demand, *, now: float) -> list[CandidateView]:
         """Why each member of the pool is eligible or not, at this moment."""
-        key = ClassKey(demand.is_long, demand.operation, demand.barred)
+        key = class_of(demand)
         return [
             figures.candidate_view(provider, key, self.leases, now)
             for _, provider in self._members.get(demand.model, ())
@@ -563,6 +589,9 @@ class Pools:
         members = [provider for _, provider in self._members[model.id] if provider.is_enabled]
         if not members or any(provider.serves(key) for provider in members):
             return None
+        if key.at is not None and not any(key.at.rank in p.ranks_of(model.id) for p in members):
+            ranks = write_ranks(self.ranks_of(model.id))
+            return Refusal(reason=RefusalReason.TARGET_RANK_NOT_SERVED, details={"ranks": ranks})
         if key.is_long and any(provider.serves(key._replace(is_long=False)) for provider in members):
             return Refusal(reason=RefusalReason.LONG_CONTEXT_NOT_SUPPORTED)
         offered = sorted({operation for provider in members for operation in provider.offered})
@@ -704,7 +733,11 @@ class Pools:
         for node in snapshot.nodes.values():
             for spec in node.adapters.values():
                 key = ProviderKey(node=node.id, provider=spec.provider)
-                models = tuple(model.id for model in snapshot.models_of(key))
+                targets = {
+                    model.id: next(member.target for member in model.members if member.key == key)
+                    for model in snapshot.models_of(key)
+                }
+                models = tuple(targets)
                 known = self._providers.get(key)
                 if known is None:
                     self._providers[key] = Provider(
@@ -716,6 +749,7 @@ class Pools:
                         is_leaving=self._is_leaving(node.id),
                         gate=RECONCILE_GATE if spec.is_administered else OPEN_GATE,
                         models=models,
+                        targets=targets,
                     )
                     continue
                 if key not in before or spec.is_administered != known.spec.is_administered:
@@ -730,7 +764,9 @@ class Pools:
                     else None,
                     enabled=held.enabled if spec.enabled == known.spec.enabled else None,
                 )
-                known.spec, known.models, known.is_configured = spec, models, True
+                if spec.type != known.spec.type:
+                    known.told_ranks = {}
+                known.spec, known.models, known.targets, known.is_configured = spec, models, targets, True
                 known.learn(known.missing)
                 known.breaker.configure(snapshot.breaker)
         for provider in list(self._providers.values()):

@@ -88,6 +88,8 @@ def _obstacle(provider: Provider, key: ClassKey, leases: LeaseBook, now: float) 
         return "does not offer this operation"
     if key.is_long and not provider.long_capacity:
         return "does not offer long context"
+    if key.at is not None and key.at.rank not in provider.ranks_of(key.at.model):
+        return "its engine does not have this data-parallel rank"
     if not provider.serves(key):
         return "cannot be told a field of this request"
     if not provider.gate.is_open:

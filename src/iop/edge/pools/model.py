@@ -25,6 +25,7 @@ class Demand(Struct, frozen=True, kw_only=True):
         is_long: needs a long slot as well (EN-111).
         number: order of arrival at the Edge, from ``Pools.new_number``; kept over all attempts of a request.
         tried: providers at which earlier attempts of the request failed; others go first.
+        target_rank: the data-parallel rank that shall serve it; ``None``: any, as the engine likes (SF-21).
         barred: ways of asking a provider in which the request cannot be said (SF-10), as ``Provider.way`` names them.
     """
 
@@ -38,6 +39,7 @@ class Demand(Struct, frozen=True, kw_only=True):
     preferred_provider: str = ""
     number: int = 0
     tried: frozenset[ProviderKey] = frozenset()
+    target_rank: int | None = None
     barred: frozenset[str] = frozenset()
 
 
@@ -53,6 +55,7 @@ class RefusalReason(Enum):
     MODEL_NOT_FOUND = "model_not_found"
     OPERATION_NOT_SUPPORTED = "operation_not_supported"
     LONG_CONTEXT_NOT_SUPPORTED = "long_context_not_supported"
+    TARGET_RANK_NOT_SERVED = "target_rank_not_served"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Final
@@ -44,6 +45,8 @@ class Overrides:
 
 NO_OVERRIDES: Final = Overrides()
 
+_NO_RANKS: Final[frozenset[int]] = frozenset()
+
 
 @dataclass(slots=True, kw_only=True)
 class Provider:
@@ -55,6 +58,9 @@ class Provider:
         is_leaving: its Node stops: what runs may finish, and nothing new is taken (EN-109).
         overrides: values that reconfiguration put over the file's (AD-47).
         missing: routes that its engine was found not to have, as its Node told in this generation (EN-51).
+        told_ranks: by target, the data-parallel ranks that its engine was last found to have. They are kept while its
+            Node is away: whoever asks for one waits for it like for any other provider.
+        targets: by model, what it serves it as.
         passed_over: picks that the long (True) or short (False) head lost to the other in a row (EN-111).
     """
 
@@ -72,6 +78,8 @@ class Provider:
     models: tuple[ModelId, ...] = ()
     overrides: Overrides = NO_OVERRIDES
     missing: frozenset[str] = frozenset()
+    told_ranks: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    targets: Mapping[ModelId, str] = field(default_factory=dict)
     passed_over: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     offered: frozenset[str] = field(init=False)
     """Operations that it is asked: as configured, without what is missing."""
@@ -121,7 +129,12 @@ class Provider:
             key.operation in self.served
             and (not key.is_long or self.long_capacity > 0)
             and (not key.barred or self.way(key.operation) not in key.barred)
+            and (key.at is None or key.at.rank in self.ranks_of(key.at.model))
         )
+
+    def ranks_of(self, model: ModelId) -> frozenset[int]:
+        """The data-parallel ranks of its engine that can be asked for when it serves this model."""
+        return self.told_ranks.get(self.targets.get(model, ""), _NO_RANKS)
 
     def way(self, operation: str) -> str:
         """In which of the ways there are it is asked for an operation; two of one way can be told the same (SF-10).

@@ -1,8 +1,8 @@
 """The bounded queue of one model: FIFO within a priority, deadlines that stand still when they should.
 
-Waiters that the same slot would fit form a *class*: same model, same length class, same operation. Within a class the
-head can run exactly when any of them can, so a pump looks at heads only and its cost does not grow with those that
-cannot run (EN-110).
+Waiters that the same slot would fit form a *class*: same model, same length class, same operation, same ways barred and
+same rank asked for. Within a class the head can run exactly when any of them can, so a pump looks at heads only and its
+cost does not grow with those that cannot run (EN-110).
 
 What a class waits for is its *condition*: contention, a pause, a provider that is being reconciled, or nobody at all.
 Each has its own limit. Time is accounted per class, not per waiter: a waiter remembers the class clocks at its arrival,
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum, unique
 from typing import NamedTuple
 
+from iop.core.ids import ModelId
 from iop.edge.pools.model import Demand, RefusalReason, WaiterId
 from iop.edge.snapshot import QueueSpec
 
@@ -34,12 +35,27 @@ class Condition(Enum):
     EMPTY = "empty"
 
 
+class ModelRank(NamedTuple):
+    """A data-parallel rank of whoever serves this model."""
+
+    model: ModelId
+    rank: int
+
+
 class ClassKey(NamedTuple):
     """Waiters with equal keys fit the same slots."""
 
     is_long: bool
     operation: str
     barred: frozenset[str] = frozenset()
+    at: ModelRank | None = None
+
+
+def class_of(demand: Demand) -> ClassKey:
+    """The class that a demand would wait in."""
+    rank = demand.target_rank
+    at = None if rank is None else ModelRank(demand.model, rank)
+    return ClassKey(demand.is_long, demand.operation, demand.barred, at)
 
 
 @dataclass(slots=True, kw_only=True)
