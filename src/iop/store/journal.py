@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NUMBER_MAX: Final = 2**63 - 1
+"""Largest number that a column holds; what callers name may be larger, and then means the same."""
+
 CLOSE_TIMEOUT_S: Final = 5.0
 """How long closing waits for a read or write under way; each takes milliseconds."""
 
@@ -389,7 +392,10 @@ class SqlJournal:
         """Events after a sequence."""
         query = (
             sa.select(t.events)
-            .where(t.events.c.operation_id == operation_id, t.events.c.sequence > after_sequence)
+            .where(
+                t.events.c.operation_id == operation_id,
+                t.events.c.sequence > min(after_sequence, NUMBER_MAX),
+            )
             .order_by(t.events.c.sequence)
             .limit(limit)
         )
@@ -426,7 +432,7 @@ class SqlJournal:
         """Operations, newest first."""
         query = sa.select(t.operations.c.spec, t.operations.c.moves).order_by(t.operations.c.ordinal.desc())
         if before_ordinal is not None:
-            query = query.where(t.operations.c.ordinal < before_ordinal)
+            query = query.where(t.operations.c.ordinal < min(before_ordinal, NUMBER_MAX))
         if kinds:
             query = query.where(t.operations.c.kind.in_([k.value for k in kinds]))
         if states:

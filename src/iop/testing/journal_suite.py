@@ -395,6 +395,18 @@ class JournalSuite:
         )
         assert [r.operation_id for r in flushes] == ["op-1"]
 
+    @pytest.mark.clause("AD-01", "AD-26")
+    @pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64 - 1])
+    async def test_numbers_beyond_all_that_there_are_find_what_they_say(
+        self, journal: Journal, number: int
+    ) -> None:
+        await accepted(journal, every_request()[0], "op-0")
+        assert await journal.events("op-0", after_sequence=number, limit=10) == ()
+        listed = await journal.list_operations(
+            before_ordinal=number, limit=10, kinds=frozenset(), states=frozenset()
+        )
+        assert [r.operation_id for r in listed] == ["op-0"]
+
     @pytest.mark.clause("AD-32")
     async def test_content_is_kept_until_unreferenced(self, journal: Journal) -> None:
         await journal.put_blob(b"d1", b"one")

@@ -21,6 +21,9 @@ RUNNING_STATES = frozenset(
 LEFT_S = 0.3
 """How long a server gets to do the wrong thing after an observer left."""
 
+SEQUENCE_MAX = 2**64 - 1
+"""Largest that the field holds: nothing comes after it."""
+
 
 @check("AD-22-cancelled-stream")
 async def leaving_only_detaches(bench: Bench) -> None:
@@ -136,7 +139,7 @@ async def watch_goes_on_after_a_sequence(bench: Bench) -> None:
     """WatchOperation after a sequence gives every later event once, for each sequence."""
     offer = await bench.offer()
     _, whole = await bench.flushed(offer)
-    for after in range(len(whole.messages) + 1):
+    for after in (*range(len(whole.messages) + 1), SEQUENCE_MAX):
         told = await bench.watch(whole.operation_id, after=after)
         require(
             told.is_ok, saw=f"WatchOperation after {after}: {told.told()}", wants="the later events, then OK"
