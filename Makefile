@@ -4,6 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
+# Tests start hundreds of processes, and each would compile all our code and rewrite all asserts anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 VENV ?= $(ROOT).venv
@@ -129,3 +131,4 @@ lock: $(DEV)  ## resolve the locks anew: versions and hashes, no index address
 
 clean:  ## remove what the targets made, the virtual environment too
 	rm -rf "$(VENV)" .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .clauses.json site
+	find src tests tools bench -name __pycache__ -prune -exec rm -rf {} +
