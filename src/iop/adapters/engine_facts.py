@@ -1,4 +1,5 @@
-"""What an HTTP engine offers, found out by questions that change nothing: GETs of its lists, and of its POST routes.
+"""What an HTTP engine offers, found out by questions that change nothing: GETs of its lists, and of its POST routes,
+and a template filled in where the engine tells its tools in no other way.
 
 A server that tells an unknown path (404) from a wrong method (405) shows by that which routes it has. One that answers
 404 to both, or anything to all, shows nothing, and is believed to have what its profile says.
@@ -13,13 +14,31 @@ import msgspec
 
 from iop.wire.model_facts import ModelFacts
 
-__all__ = ["MODELS_MAX", "absent_of", "facts_of_models", "facts_of_props"]
+__all__ = [
+    "MODELS_MAX",
+    "TOOLS_QUESTION",
+    "absent_of",
+    "facts_of_models",
+    "facts_of_props",
+    "facts_of_show",
+    "may_be_asked_for_tools",
+    "refuses_tools_at_all",
+    "tools_of_model_info",
+]
 
 MODELS_MAX: Final = 64
 """Models of one engine that facts are kept of."""
 
 TOKENS_MAX: Final = 2**40
 """Above this a context length is nonsense."""
+
+TOOLS_QUESTION: Final = msgspec.json.encode(
+    {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+    }
+)
+"""For llama.cpp's ``/apply-template``, which generates nothing."""
 
 _LENGTHS: Final = ("max_model_len", "context_length", "context_window", "max_context_length")
 """How engines and gateways name a model's context in their list."""
@@ -54,12 +73,7 @@ def facts_of_models(body: bytes) -> dict[str, ModelFacts]:
 
 def facts_of_props(body: bytes) -> ModelFacts:
     """What llama.cpp's ``/props`` says: the context of one slot, what goes in, and what the template can."""
-    try:
-        props = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        return ModelFacts()
-    if not isinstance(props, dict):
-        return ModelFacts()
+    props = _object(body)
     settings, modalities, caps = (
         value if isinstance(value := props.get(key), dict) else {}
         for key in ("default_generation_settings", "modalities", "chat_template_caps")
@@ -70,6 +84,40 @@ def facts_of_props(body: bytes) -> ModelFacts:
         audio=_flag(modalities.get("audio")),
         tools=_flag(caps.get("supports_tools")),
     )
+
+
+def may_be_asked_for_tools(props: bytes) -> bool:
+    """Whether one llama.cpp has its model at hand: asleep, or a router, it would load it for the question."""
+    told = _object(props)
+    return told.get("is_sleeping") is False and told.get("role") != "router"
+
+
+def refuses_tools_at_all(status: int, body: bytes) -> bool:
+    """Whether llama.cpp takes no tools whatever its template can: its own words, since the status is one of many."""
+    return status >= 400 and b"requires --jinja" in body
+
+
+def tools_of_model_info(body: bytes) -> bool | None:
+    """What SGLang's ``/model_info`` says: without a parser its calls come back as plain text, and no error."""
+    told = _object(body)
+    return bool(told["tool_call_parser"]) if "tool_call_parser" in told else None
+
+
+def facts_of_show(body: bytes) -> ModelFacts:
+    """What Ollama's ``/api/show`` says a model can. Older servers say nothing."""
+    can = _object(body).get("capabilities")
+    if not isinstance(can, list):
+        return ModelFacts()
+    return ModelFacts(tools="tools" in can, images="vision" in can, audio="audio" in can)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """A JSON object; an empty one for anything else."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _tokens(value: Any) -> int | None:

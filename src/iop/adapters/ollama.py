@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -19,6 +19,7 @@ from iop.adapters.base import (
     TunnelStream,
 )
 from iop.adapters.controlled import Controlled
+from iop.adapters.engine_facts import facts_of_show
 from iop.adapters.http_exchange import (
     HEADERS_TIMEOUT_S,
     HttpRequest,
@@ -30,7 +31,7 @@ from iop.adapters.http_exchange import (
 from iop.adapters.http_tunnel import refuse_tunnel, stream_error_of
 from iop.adapters.http_upstream import HttpExchange, HttpUpstream
 from iop.adapters.ollama_codec import AnswerReader, chat_request, has_tools, refuses_tools
-from iop.adapters.ollama_control import OllamaControl
+from iop.adapters.ollama_control import OllamaControl, full_name
 from iop.core.errors import InvalidRequest, IopError, RemoteProtocolError, Unavailable
 from iop.obs.tracing import parse_trace
 from iop.wire.messages import (
@@ -43,6 +44,7 @@ from iop.wire.messages import (
     StreamError,
     StreamErrorCode,
 )
+from iop.wire.model_facts import ModelFacts
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ ERROR_BYTES_MAX: Final = 64 * 1024
 
 class _Tag(msgspec.Struct):
     name: str
+    digest: str = ""
 
 
 class _Tags(msgspec.Struct):
@@ -94,6 +97,8 @@ class OllamaAdapter(Controlled):
         self._health = Health.UNKNOWN
         self._reason = "not probed yet"
         self._models: tuple[str, ...] = ()
+        self._shown: dict[str, str] = {}
+        self._facts: dict[str, ModelFacts] = {}
         self._version = ""
 
     @property
@@ -120,7 +125,11 @@ class OllamaAdapter(Controlled):
     def snapshot(self) -> AdapterSnapshot:
         """From the last probe and the runs since."""
         return AdapterSnapshot(
-            health=self._health, reason=self._reason, models=self._models, engine_version=self._version
+            health=self._health,
+            reason=self._reason,
+            models=self._models,
+            engine_version=self._version,
+            model_facts=self._facts,
         )
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -144,15 +153,35 @@ class OllamaAdapter(Controlled):
             return
         try:
             self._version = f"ollama {msgspec.json.decode(version, type=_Version).version}"[:128]
-            self._models = tuple(
-                tag.name[:256] for tag in msgspec.json.decode(tags, type=_Tags).models[:1024]
-            )
+            listed = msgspec.json.decode(tags, type=_Tags).models[:1024]
+            self._models = tuple(tag.name[:256] for tag in listed)
         except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
             self._observe(Health.NOT_READY, "it does not answer like an Ollama server")
             return
-        # A model that was pulled anew may take tools now.
-        self._without_tools.clear()
+        await self._learn(listed)
         self._observe(Health.READY, "")
+
+    async def _learn(self, listed: Sequence[_Tag]) -> None:
+        """What the models of this configuration can, asked once for each content of theirs (EN-66).
+
+        One that says that it takes no tools is never tried with them; of one that does not say, a refusal shows it.
+        """
+        digests = {tag.name: tag.digest for tag in listed}
+        for target in self._config.targets:
+            digest = digests.get(full_name(target))
+            if digest is None or self._shown.get(target) == digest:
+                continue
+            try:
+                answer = await self._ask(b"POST", b"/api/show", msgspec.json.encode({"model": target}))
+            except IopError:
+                continue
+            self._facts[target] = facts_of_show(answer)
+            self._shown[target] = digest
+            # What refused tools before may take them now.
+            self._without_tools.discard(target)
+            if self._facts[target].tools is False:
+                self._without_tools.add(target)
+            self._services.on_change()
 
     def open_tunnel(self, stream: TunnelStream, on_done: Callable[[], None]) -> None:
         """Not offered: its OpenAI dialect drops fields and hides errors, so runs go over the native API."""
@@ -202,7 +231,16 @@ class OllamaAdapter(Controlled):
         return terminal
 
     async def _get(self, path: bytes) -> bytes:
-        request = HttpRequest(method=b"GET", path=path, headers_timeout_s=PROBE_TIMEOUT_S)
+        return await self._ask(b"GET", path)
+
+    async def _ask(self, method: bytes, path: bytes, body: bytes = b"") -> bytes:
+        request = HttpRequest(
+            method=method,
+            path=path,
+            headers=[(b"Content-Type", b"application/json")] if body else [],
+            body=(body,) if body else (),
+            headers_timeout_s=PROBE_TIMEOUT_S,
+        )
         response = await self._upstream.fetch(request, body_bytes_max=PROBE_BYTES_MAX)
         if response.status != 200:
             raise Unavailable(f"the engine answers {response.status} to a probe", reason="ENGINE_UNWELL")

@@ -137,7 +137,7 @@ class OllamaControl(NativeControl):
         if not version.is_ok or not tags.is_ok:
             raise Unavailable(f"the engine is not well: {version.words}", reason=UNHEALTHY)
         listed = {tag.name: tag for tag in tags.read(_Tags).models}
-        mine = tuple(name for target in self._targets if (name := _full_name(target)) in listed)
+        mine = tuple(name for target in self._targets if (name := full_name(target)) in listed)
         missing = ""
         if any(_is_elsewhere(listed[name]) for name in mine):
             missing = RUNS_ELSEWHERE
@@ -267,7 +267,7 @@ class OllamaControl(NativeControl):
         return self._traffic.in_flight if self._traffic is not None else 0
 
 
-def _full_name(target: str) -> str:
+def full_name(target: str) -> str:
     """As the server lists it: a name without a tag means the latest."""
     return target if ":" in target.rpartition("/")[2] else f"{target}:latest"
 

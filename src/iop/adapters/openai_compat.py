@@ -24,7 +24,15 @@ from iop.adapters.base import (
     TunnelStream,
 )
 from iop.adapters.controlled import Controlled
-from iop.adapters.engine_facts import absent_of, facts_of_models, facts_of_props
+from iop.adapters.engine_facts import (
+    TOOLS_QUESTION,
+    absent_of,
+    facts_of_models,
+    facts_of_props,
+    may_be_asked_for_tools,
+    refuses_tools_at_all,
+    tools_of_model_info,
+)
 from iop.adapters.gate_control import GateControl
 from iop.adapters.http_exchange import (
     HEADERS_TIMEOUT_S,
@@ -128,6 +136,7 @@ class OpenAICompatAdapter(Controlled):
         self._reason = "not probed yet"
         self._models: tuple[str, ...] = ()
         self._facts: dict[str, ModelFacts] = {}
+        self._tools: bool | None = None
         self._absent: frozenset[str] | None = None  # None: not looked for since the engine last came up
         self._open: set[HttpTunnel] = set()
 
@@ -204,16 +213,32 @@ class OpenAICompatAdapter(Controlled):
         """Find out once after each start of the engine what it has; every probe, what its list says."""
         before = (self._facts, self._absent)
         if self._config.type != "llamacpp":
+            if self._config.type == "sglang" and self._absent is None:
+                self._tools = tools_of_model_info(await self._look(b"/model_info"))
             facts = facts_of_models(listing)
-            self._facts = {name: facts[name] for name in self._config.targets if name in facts}
+            self._facts = {
+                name: msgspec.structs.replace(facts[name], tools=self._tools)
+                for name in self._config.targets
+                if name in facts
+            }
         elif self._absent is None:
             # One server, one model, whatever the name that it is asked for; nothing of it changes while it runs.
-            said = facts_of_props(await self._look(b"/props"))
+            said = await self._look_at_props()
             self._facts = dict.fromkeys(self._config.targets or self._models[:1], said)
         if self._absent is None:
             self._absent = await self._look_for_absent()
         if before != (self._facts, self._absent):
             self._services.on_change()
+
+    async def _look_at_props(self) -> ModelFacts:
+        """What llama.cpp says; its template may know tools that the server does not take."""
+        props = await self._look(b"/props")
+        said = facts_of_props(props)
+        if said.tools and may_be_asked_for_tools(props):
+            answer = await self._ask(b"POST", b"/apply-template", TOOLS_QUESTION)
+            if answer is not None and refuses_tools_at_all(answer.status, answer.body):
+                said = msgspec.structs.replace(said, tools=False)
+        return said
 
     async def _look_for_absent(self) -> frozenset[str]:
         paths = {name: operation.path for name, operation in self._profile.operations.items()}
@@ -235,10 +260,19 @@ class OpenAICompatAdapter(Controlled):
         return b"" if response is None or response.status != 200 else response.body
 
     async def _get(self, path: bytes) -> FetchedResponse | None:
+        return await self._ask(b"GET", path)
+
+    async def _ask(self, method: bytes, path: bytes, body: bytes = b"") -> FetchedResponse | None:
+        """`None`: no answer."""
         request = HttpRequest(
-            method=b"GET",
+            method=method,
             path=path,
-            headers=[(b"Accept", b"application/json"), *self._credentials],
+            headers=[
+                (b"Accept", b"application/json"),
+                *([(b"Content-Type", b"application/json")] if body else []),
+                *self._credentials,
+            ],
+            body=(body,) if body else (),
             headers_timeout_s=PROBE_TIMEOUT_S,
         )
         try:

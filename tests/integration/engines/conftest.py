@@ -46,14 +46,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def serving_llamacpp(
-    model_file: Path, name: str, slots: Path | None, *, ram_mib: int = 0, context: int = 131_072
+    model_file: Path,
+    name: str,
+    slots: Path | None,
+    *,
+    ram_mib: int = 0,
+    context: int = 131_072,
+    takes_tools: bool = True,
 ) -> Iterator[Engine]:
     """llama.cpp's server from its Python package; ends with the block, or with us.
 
     The context is so large that long streams outlive what a test does meanwhile.
     """
     script = str(HERE / "llamacpp_server.py")
-    command = [sys.executable, script, str(model_file), str(slots or ""), name, str(ram_mib), str(context)]
+    options = [str(ram_mib), str(context), str(int(takes_tools))]
+    command = [sys.executable, script, str(model_file), str(slots or ""), name, *options]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -97,6 +104,14 @@ def llamacpp_sea(models: Path) -> Iterator[Engine]:
     """One that stops, and that was not told where to keep slots."""
     pytest.importorskip("xllamacpp")
     with serving_llamacpp(models / "sea.gguf", "sea", None) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def llamacpp_without_tools(models: Path) -> Iterator[Engine]:
+    """Started without `--jinja`: its template knows tools, and the server takes none."""
+    pytest.importorskip("xllamacpp")
+    with serving_llamacpp(models / "sea.gguf", "sea", None, context=1024, takes_tools=False) as engine:
         yield engine
 
 

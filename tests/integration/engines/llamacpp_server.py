@@ -1,4 +1,4 @@
-"""A real llama.cpp server as a process of its own: ``llamacpp_server.py MODEL.gguf SLOTS_DIR NAME RAM_MIB [CONTEXT]``.
+"""A real llama.cpp server as a process: ``llamacpp_server.py MODEL.gguf SLOTS_DIR NAME RAM_MIB [CONTEXT [JINJA]]``.
 
 Prints its address when it serves. Ends with its standard input, so that it never outlives a test run.
 """
@@ -12,7 +12,8 @@ import xllamacpp
 
 def main() -> None:
     """Serve until standard input ends."""
-    model, slots, name, ram_mib, context, *_ = [*sys.argv[1:], "131072"]
+    left_out = ("131072", "1")[len(sys.argv) - 5 :]
+    model, slots, name, ram_mib, context, jinja = (*sys.argv[1:], *left_out)
     params = xllamacpp.CommonParams()
     params.model.path = model
     params.model_alias = {name}
@@ -20,7 +21,7 @@ def main() -> None:
     params.port = 0
     params.n_ctx = int(context)  # shared by the slots
     params.n_parallel = 2
-    params.use_jinja = True
+    params.use_jinja = jinja == "1"
     params.endpoint_metrics = params.endpoint_slots = params.endpoint_props = True
     if slots:
         params.slot_save_path = slots

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iop.adapters.engine_facts import absent_of, facts_of_models, facts_of_props
+from iop.adapters.engine_facts import (
+    absent_of,
+    facts_of_models,
+    facts_of_props,
+    facts_of_show,
+    may_be_asked_for_tools,
+    refuses_tools_at_all,
+    tools_of_model_info,
+)
 from iop.wire.model_facts import ModelFacts, decode_facts, encode_facts, read_names
 
 
@@ -47,10 +55,38 @@ def test_props_tell_the_slots_context_the_modalities_and_the_tools() -> None:
     assert facts_of_props(b'{"modalities":[]}') == ModelFacts()
 
 
+@pytest.mark.clause("SF-01")
+@pytest.mark.parametrize(
+    ("status", "words", "refuses"),
+    [
+        (500, b"tools param requires --jinja flag", True),
+        (400, b"tool_choice param requires --jinja flag", True),
+        (500, b"Unable to generate parser for this template.", False),
+        (404, b"File Not Found", False),
+        (200, b'{"prompt":"requires --jinja"}', False),
+    ],
+)
+def test_llama_cpps_words_say_that_it_takes_no_tools_whatever_the_status(
+    status: int, words: bytes, refuses: bool
+) -> None:
+    assert refuses_tools_at_all(status, words) is refuses
+
+
+@pytest.mark.clause("SF-01")
+def test_a_model_that_would_be_loaded_for_it_is_not_asked() -> None:
+    assert may_be_asked_for_tools(b'{"is_sleeping":false}')
+    assert not may_be_asked_for_tools(b'{"is_sleeping":true}')
+    assert not may_be_asked_for_tools(b'{"is_sleeping":false,"role":"router"}')
+    assert not may_be_asked_for_tools(b"{}")  # an older one, of which nobody knows
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_readers(body: bytes) -> None:
     assert all(facts == ModelFacts() for facts in facts_of_models(body).values())
     facts_of_props(body)
+    facts_of_show(body)
+    tools_of_model_info(body)
+    may_be_asked_for_tools(body)
     assert decode_facts(body.decode("latin-1")) is not None
 
 

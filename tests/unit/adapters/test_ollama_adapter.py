@@ -67,12 +67,21 @@ class FakeOllama:
     chats: list[dict[str, Any]] = field(default_factory=list)
     answer: list[bytes] | None = None
     refusal: tuple[str, bytes] | None = None
+    digest: str = "sha256:1"
+    shown: bytes = b"{}"
+    shows: int = 0
 
     async def __call__(self, request: UpstreamRequest) -> None:
         if request.path == "/api/version":
             await request.connection.write(plain_answer(b'{"version":"0.9"}'))
         elif request.path == "/api/tags":
-            await request.connection.write(plain_answer(b'{"models":[{"name":"m:latest","size":1}]}'))
+            await request.connection.write(
+                plain_answer(f'{{"models":[{{"name":"m:latest","digest":"{self.digest}"}}]}}'.encode())
+            )
+        elif request.path == "/api/show":
+            assert json.loads(request.body) == {"model": "m"}
+            self.shows += 1
+            await request.connection.write(plain_answer(self.shown))
         else:
             self.in_flight += 1
             try:
@@ -126,7 +135,8 @@ class Rig:
 @contextlib.asynccontextmanager
 async def running(endpoint: str, keep_alive: str = "") -> AsyncIterator[Adapter]:
     settings = OllamaSettings(endpoint=endpoint, keep_alive=keep_alive)
-    adapter = create_adapter(AdapterConfig(name="main", type="ollama", settings=settings), adapter_services())
+    config = AdapterConfig(name="main", type="ollama", targets=("m",), settings=settings)
+    adapter = create_adapter(config, adapter_services())
     async with asyncio.TaskGroup() as tasks:
         await adapter.start(tasks)
         try:
@@ -222,6 +232,40 @@ async def test_a_model_that_refuses_tools_is_told_them_in_its_leading_system_mes
     assert len(rig.engine.chats) == 3, "the refusal is remembered"
     assert again.terminal is not None
     assert again.terminal.metadata["openai_text_tool_fallback"] == "true"
+
+
+@pytest.mark.clause("EN-66", "SF-01")
+async def test_a_model_that_says_that_it_takes_no_tools_is_not_tried_with_them(rig: Rig) -> None:
+    rig.engine.takes_tools = False
+    rig.engine.shown = b'{"capabilities":["completion","vision"]}'
+    await rig.adapter.probe()
+    facts = rig.adapter.snapshot().model_facts["m"]
+    assert (facts.tools, facts.images, facts.audio) == (False, True, False)
+    run = await run_to_end(rig, chat(tools=[TOOL], max_tokens=2))
+    assert run.terminal is not None
+    assert run.terminal.metadata["openai_text_tool_fallback"] == "true"
+    (asked,) = rig.engine.chats
+    assert "tools" not in asked
+
+
+@pytest.mark.clause("EN-66", "SF-01")
+async def test_what_a_model_can_is_asked_again_only_when_it_was_pulled_anew(rig: Rig) -> None:
+    rig.engine.takes_tools = False
+    await rig.adapter.probe()
+    assert rig.adapter.snapshot().model_facts["m"].tools is None
+    await run_to_end(rig, chat(tools=[TOOL], max_tokens=2))
+    await rig.adapter.probe()
+    assert rig.engine.shows == 1
+    await run_to_end(rig, chat(tools=[TOOL], max_tokens=2))
+    assert len(rig.engine.chats) == 3, "a refusal is remembered over probes"
+    rig.engine.digest, rig.engine.takes_tools = "sha256:2", True
+    rig.engine.shown = b'{"capabilities":["completion","tools"]}'
+    await rig.adapter.probe()
+    assert rig.engine.shows == 2
+    assert rig.adapter.snapshot().model_facts["m"].tools is True
+    run = await run_to_end(rig, chat(tools=[TOOL], max_tokens=2))
+    assert run.terminal is not None
+    assert "openai_text_tool_fallback" not in run.terminal.metadata
 
 
 @pytest.mark.clause("EN-66")
