@@ -275,6 +275,13 @@ class GateControl:
     async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:  # noqa: ARG002
         raise self._not_offered(AdminOperationKind.STOP_PROFILE)
 
+    async def _reconfigure(
+        self,
+        call: StepCall,  # noqa: ARG002
+        step: JudgeReconfigureStep | ReconfigureStep,  # noqa: ARG002
+    ) -> StepResult:
+        raise self._not_offered(AdminOperationKind.RECONFIGURE_SERVING)
+
     # ---- shared parts ----
 
     async def _gate_pause(self, call: StepCall, step: PauseStep) -> StepResult:
@@ -380,7 +387,8 @@ class GateControl:
                 self._require(AdminOperationKind.STOP_PROFILE)
                 return await self._stop_profile(call, profile_id)
             case JudgeReconfigureStep() | ReconfigureStep():
-                raise self._not_offered(AdminOperationKind.RECONFIGURE_SERVING)
+                self._require(AdminOperationKind.RECONFIGURE_SERVING)
+                return await self._reconfigure(call, call.body)
 
 
 def outcome(**known: object) -> ParticipantOutcome:

@@ -12,6 +12,7 @@ ROUTES: Final = (
     "/flush_cache",
     "/init_weights_update_group",
     "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
 )
 
 
@@ -51,6 +52,7 @@ class Sglang(ReplayEngine):
             "POST /init_weights_update_group": self._join,
             "POST /begin_weight_update": self._begin,
             "POST /update_weights_from_distributed": self._receive,
+            "POST /update_weights_from_tensor": self._take,
             "POST /end_weight_update": self._end,
             "POST /destroy_weights_update_group": self._leave,
             "POST /start_profile": self._start_profile,
@@ -127,6 +129,13 @@ class Sglang(ReplayEngine):
         self.content = f"broadcast of {asked.body['names']}"
         if self.broadcast_fails:
             return Answer.of({"success": False, "message": "Failed to update: connection closed"}, 400)
+        return Answer.of({"success": True, "message": ""})
+
+    def _take(self, asked: Asked) -> Answer:
+        if self.has_bracket and not self.is_open:
+            return Answer.of({"success": False, "message": "begin_weight_update must be called first"}, 400)
+        assert len(asked.body["serialized_named_tensors"]) == 1, "one text a rank"
+        self.content = "a trainer's memory"
         return Answer.of({"success": True, "message": ""})
 
     def _end(self, _: Asked) -> Answer:

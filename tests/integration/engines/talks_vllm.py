@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +12,9 @@ from engines_rig import HELLO, WEATHER
 from engines_talk import Talk, ending
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from trainer_handles import shared
+
+from iop.adapters.device_handles import SharedWeights
 
 METRICS: Final = (
     b"process_start_time_seconds",
@@ -22,8 +26,10 @@ LAUNCH: Final = {
     "model_config": ("model", "enable_sleep_mode", "sleep_mode_backend"),
     "device_config": ("device",),
     "weight_transfer_config": ("backend",),
+    "parallel_config": ("data_parallel_size", "enable_elastic_ep", "elastic_ep_max_dp_size"),
     "profiler_config": ("profiler", "torch_profiler_dir", "torch_profiler_with_memory"),
 }
+PERMISSIONS: Final = ("VLLM_ALLOW_INSECURE_SERIALIZATION",)
 STREAM: Final = {"model": "endless", "messages": HELLO, "stream": True, "max_tokens": 30_000}
 PROBE: Final = {"model": "endless", "prompt": "Hello", "max_tokens": 1, "temperature": 0}
 
@@ -130,6 +136,8 @@ def _weights(talk: Talk, models: Path) -> None:
     talk.tell("POST", "/update_weight_version", {"new_version": "default"})
     talk.ask("collective_rpc no method", "POST", "/collective_rpc", {})
     talk.ask("collective_rpc unknown method", "POST", "/collective_rpc", {"method": "no_such_method"})
+    for include in ("true", "false"):
+        talk.ask(f"get_world_size {include}", "GET", f"/get_world_size?include_dp={include}")
     talk.ask("get_world_size", "GET", "/get_world_size")
 
 
@@ -151,6 +159,39 @@ def transfer(talk: Talk, models: Path) -> None:
     # What an undo does after a broadcast that broke off.
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(models / "endless")}}
     talk.ask("reload after a failed session", "POST", "/collective_rpc", body)
+    talk.ask("one token after a failed session", "POST", "/v1/completions", PROBE)
+
+
+def handles(talk: Talk, models: Path) -> None:
+    """Development mode, one model `endless`, `ipc`, no parser of tool calls.
+
+    The handles are read, and opened on no GPU.
+    """
+    talk.ask("server_info, trimmed", "GET", "/server_info?config_format=json", trim=_launch)
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in (None, "auto", "required", named):
+        body: dict[str, Any] = {"model": "endless", "messages": SEE, "max_tokens": 4, "tools": [WEATHER]}
+        if choice is not None:
+            body["tool_choice"] = choice
+        name = "named" if choice is named else choice or "nothing said"
+        talk.ask(f"tools without a parser, {name}", "POST", "/v1/chat/completions", body)
+    weights = SharedWeights.read(shared("head", "one device"), ranks=1, current={})
+    pickled = base64.b64encode(weights.by_device()).decode()
+    tensors: dict[str, object] = {"names": ["head"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+    talk.ask(
+        "init_weight_transfer_engine",
+        "POST",
+        "/init_weight_transfer_engine",
+        {"init_info": {"packed": False}},
+    )
+    talk.ask("start_weight_update", "POST", "/start_weight_update")
+    update = {"update_info": {**tensors, "ipc_handles_pickled": pickled}}
+    talk.ask("update_weights without a GPU", "POST", "/update_weights", update)
+    talk.tell("POST", "/start_weight_update")
+    talk.ask("update_weights without handles", "POST", "/update_weights", {"update_info": tensors})
+    talk.ask("shutdown_weight_transfer_engine", "POST", "/shutdown_weight_transfer_engine")
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(models / "endless")}}
+    talk.ask("reload after a failed session", "POST", "/collective_rpc", reload)
     talk.ask("one token after a failed session", "POST", "/v1/completions", PROBE)
 
 
@@ -256,6 +297,12 @@ def inference(talk: Talk) -> None:
     message("Anthropic unknown model", model="nobody")
     count = {"model": "sea", "messages": SEE}
     talk.ask("Anthropic count_tokens", "POST", "/v1/messages/count_tokens", count)
+    for name, more in (("", {}), (" with tools", {"tools": [WEATHER]})):
+        asked = {"model": "sea", "messages": SEE, "add_generation_prompt": True, **more}
+        talk.ask(f"tokenize a chat{name}", "POST", "/tokenize", asked)
+    asked = {"model": "sea", "messages": [*SEE, CALLED, told], "add_generation_prompt": True}
+    talk.ask("tokenize a chat with a tool's result", "POST", "/tokenize", {**asked, "tools": [WEATHER]})
+    talk.ask("tokenize no messages", "POST", "/tokenize", {"model": "sea", "messages": []})
     response("Responses")
     response("Responses stream", stream=True)
     response("Responses tools", tools=[RESPONSE_TOOL])
@@ -292,7 +339,10 @@ def _paths(body: bytes) -> bytes:
 def _launch(body: bytes) -> bytes:
     config = json.loads(body)["vllm_config"]
     kept = {part: _section(config[part], keys) for part, keys in LAUNCH.items()}
-    return json.dumps({"vllm_config": kept}).encode()
+    allowed = json.loads(body)["vllm_env"]
+    return json.dumps(
+        {"vllm_config": kept, "vllm_env": {name: allowed[name] for name in PERMISSIONS}}
+    ).encode()
 
 
 def _section(told: dict[str, Any] | None, keys: tuple[str, ...]) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ def apply(source: DistributedSource = GROUP) -> ApplyWeightsStep:
 
 @pytest.fixture
 def vllm() -> VllmReplay:
-    engine = VllmReplay(has_transfer=True)
+    engine = VllmReplay(transfer="nccl")
     engine.ranks = 2
     return engine
 
@@ -184,13 +184,13 @@ async def test_a_group_that_would_never_form_is_refused_before_anything_is_sent(
 
 @pytest.mark.clause("AD-15", "AD-45")
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_what_was_not_started_for_broadcasts_refuses_them_and_pickled_tensors_always(kind: str) -> None:
+async def test_what_was_not_started_for_them_refuses_broadcasts_and_handles(kind: str) -> None:
     engine: ReplayEngine = VllmReplay() if kind == "vllm" else Sglang(dp_size=2)
     async with in_front_of(kind, engine) as adapter:
         (info,) = adapter.participants()
         assert info.capabilities.weight_sources == {WeightSourceKind.DISK}
         for source in (GROUP, IpcSource(tensors=())):
-            with pytest.raises(Unsupported):
+            with pytest.raises(Unsupported, match=r"a broadcast .* handles"):
                 await do(adapter, PrepareWeightsStep(model="m", source=source, weight_version="v2"))
         assert engine.posts() == []
 
@@ -201,7 +201,7 @@ async def test_tensors_that_the_engines_checkpoint_does_not_have_are_refused(tmp
     from safetensors.numpy import save_file
 
     save_file({"head": np.zeros((4, 4), np.float32)}, tmp_path / "model.safetensors")
-    engine = VllmReplay(has_transfer=True, model_root=str(tmp_path))
+    engine = VllmReplay(transfer="nccl", model_root=str(tmp_path))
     engine.ranks = 2
     engine.routes["POST /weight_checker"] = Answer(404, b"")
     other = replace(GROUP, tensors=(TensorSpec(name="tail", dtype=TensorDtype.BFLOAT16, shape=(1,)),))

@@ -21,7 +21,7 @@ from engines_transcript import DATA, Cleaner, Transcript
 from llamacpp_replay import ROUTER, SINGLE, Router, Single
 from replay_engine import ReplayEngine
 from vllm_chat_replay import VllmChatReplay
-from vllm_replay import DEV, TRANSFER, VllmReplay
+from vllm_replay import DEV, HANDLES, TRANSFER, VllmReplay
 
 MODELS = Path("models")
 TRANSCRIPTS = sorted(path.stem for path in DATA.glob("*.json"))
@@ -82,13 +82,27 @@ async def test_the_stand_in_of_vllms_control_answers_as_vllm_did() -> None:
 
 @pytest.mark.clause("AD-45")
 async def test_the_stand_in_of_vllms_weight_transfer_goes_through_sessions_as_vllm_did() -> None:
-    engine = VllmReplay(profile_dir=Path("profiles"), has_transfer=True)
+    engine = VllmReplay(profile_dir=Path("profiles"), transfer="nccl")
     engine.recorded = TRANSFER
 
     def converse(talk: Talk) -> None:
         talks_vllm.transfer(talk, MODELS)
 
     assert await differences("vllm-transfer", engine, converse) == []
+
+
+@pytest.mark.clause("AD-45")
+async def test_the_stand_in_of_a_vllm_that_takes_handles_answers_as_vllm_did() -> None:
+    engine = VllmReplay(profile_dir=Path("profiles"), transfer="ipc")
+    engine.recorded = HANDLES
+    engine.routes["POST /update_weights"] = lambda asked: (
+        HANDLES.to("POST", "/update_weights", asked.body) or (engine.unknown)
+    )
+
+    def converse(talk: Talk) -> None:
+        talks_vllm.handles(talk, MODELS)
+
+    assert await differences("vllm-handles", engine, converse) == []
 
 
 async def test_the_stand_in_of_vllms_dialects_answers_as_vllm_did() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import talks_vllm
 from engines_talk import Talk, judge
-from engines_transcript import Cleaner
-from vllm_server import DEVELOPMENT, LORA, TRANSFER, profiling, serving_vllm
+from engines_transcript import RECORDS, Cleaner
+from trainer_handles import FILE
+from vllm_server import DEVELOPMENT, HANDLES, LORA, TRANSFER, UNPICKLING, profiling, serving_vllm
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -35,6 +39,32 @@ def test_its_weight_transfer_sessions_go_as_recorded_and_weights_come_back_from_
         talk = Talk("vLLM 0.32.0 on CPU, --weight-transfer-config", engine.endpoint, cleaner)
         talks_vllm.transfer(talk, models)
     judge("vllm-transfer", talk.transcript)
+
+
+def test_it_takes_handles_as_far_as_it_can_without_a_gpu_and_no_tools_without_a_parser(
+    models: Path, tmp_path: Path
+) -> None:
+    cleaner = Cleaner({str(models): "models", str(tmp_path / "profiles"): "profiles"})
+    options = (*profiling(tmp_path / "profiles"), *HANDLES)
+    environment = {**DEVELOPMENT, **UNPICKLING}
+    with serving_vllm(
+        models / "endless", tmp_path, *options, environment=environment, has_tools=False
+    ) as engine:
+        name = "vLLM 0.32.0 on CPU, --weight-transfer-config ipc, insecure serialization, no tool parser"
+        talk = Talk(name, engine.endpoint, cleaner)
+        talks_vllm.handles(talk, models)
+    judge("vllm-handles", talk.transcript)
+
+
+def test_pytorch_makes_handles_as_recorded() -> None:
+    python = os.environ.get("ENGINES_VLLM_PYTHON", "")
+    if not python:
+        pytest.skip("PyTorch comes with vLLM: make engines-test")
+    script = Path(__file__).parent / "record_handles.py"
+    made = subprocess.check_output([python, script], text=True, timeout=120)
+    if RECORDS:
+        FILE.write_text(made + "\n", encoding="utf-8")
+    assert json.loads(made) == json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def test_what_it_leaves_open_and_its_dialects_are_as_recorded(models: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from replay_engine import Answer, Asked, Recordings, ReplayEngine
 DEV = Recordings("vllm-dev")
 PLAIN = Recordings("vllm-plain")
 TRANSFER = Recordings("vllm-transfer")
+HANDLES = Recordings("vllm-handles")
 NOT_FOUND = DEV["unknown path"]
 
 
@@ -17,7 +18,9 @@ class VllmReplay(ReplayEngine):
     """Development mode, nothing running. Attributes may be changed by a test.
 
     Args:
-        has_transfer: as started with `--weight-transfer-config`.
+        transfer: as started with `--weight-transfer-config` naming this backend, on a GPU. None formed a group or
+            opened a handle there: the answers of those that succeed follow the server's source.
+        data_parallel_max: as started with `--enable-elastic-ep`, up to this size; by the server's source.
         sleep_mode: as started with `--enable-sleep-mode`; such an engine was not recorded, its states follow the
             documentation of the server.
         model_root: where `/v1/models` says the weights are.
@@ -29,7 +32,8 @@ class VllmReplay(ReplayEngine):
         sleep_mode: bool = False,
         model_root: str = "models/endless",
         profile_dir: Path | None = None,
-        has_transfer: bool = False,
+        transfer: str = "",
+        data_parallel_max: int = 0,
     ) -> None:
         super().__init__(unknown=NOT_FOUND)
         self.is_paused = False
@@ -42,8 +46,14 @@ class VllmReplay(ReplayEngine):
         self.start_time = "1.79600631478e+09"
         info = json.loads(DEV["server_info, trimmed"].body)
         info["vllm_config"]["model_config"]["enable_sleep_mode"] = sleep_mode
-        if has_transfer:
-            info = json.loads(TRANSFER["server_info, trimmed"].body)
+        if transfer:
+            recorded = HANDLES if transfer == "ipc" else TRANSFER
+            info = json.loads(recorded["server_info, trimmed"].body)
+            info["vllm_config"]["device_config"]["device"] = "cuda"
+        if data_parallel_max:
+            parallel = {"enable_elastic_ep": True, "elastic_ep_max_dp_size": data_parallel_max}
+            info["vllm_config"]["parallel_config"].update(parallel)
+        self.info = info
         if profile_dir is not None:
             info["vllm_config"]["profiler_config"]["torch_profiler_dir"] = str(profile_dir)
         self.loras: dict[str, str] = {}
@@ -51,13 +61,14 @@ class VllmReplay(ReplayEngine):
         self.group: dict[str, object] | None = None
         self.is_session = False
         self.ranks = 1
+        self.data_parallel = 1
         self.received: list[str] = []
         self._root = model_root
         self.routes = {
             "GET /health": DEV["health"],
             "GET /version": DEV["version"],
             "GET /openapi.json": DEV["openapi, paths only"],
-            "GET /server_info": Answer.of(info),
+            "GET /server_info": lambda _: Answer.of(self.info),
             "GET /v1/models": self._models,
             "GET /metrics": self._metrics,
             "GET /is_paused": lambda _: Answer.of({"is_paused": self.is_paused}),
@@ -77,12 +88,14 @@ class VllmReplay(ReplayEngine):
             "POST /start_profile": self._start_profile,
             "POST /stop_profile": self._stop_profile,
             "POST /v1/completions": self._complete,
-            "GET /get_world_size": lambda _: Answer.of({"world_size": self.ranks}),
+            "POST /is_scaling_elastic_ep": DEV["is_scaling_elastic_ep"],
+            "GET /get_world_size": self._world_size,
             "POST /init_weight_transfer_engine": self._join,
             "POST /start_weight_update": self._start_update,
             "POST /update_weights": self._update,
             "POST /finish_weight_update": self._finish_update,
             "POST /shutdown_weight_transfer_engine": self._leave,
+            "POST /scale_elastic_ep": self._scale,
             "POST /v1/load_lora_adapter": self._load_lora,
             "POST /v1/unload_lora_adapter": self._unload_lora,
         }
@@ -110,7 +123,23 @@ class VllmReplay(ReplayEngine):
             return DEV["reload from a missing directory"]
         return DEV["reload from hill"]
 
+    def _world_size(self, asked: Asked) -> Answer:
+        with_engines = asked.query.get("include_dp") != "false"
+        return Answer.of({"world_size": self.ranks * (self.data_parallel if with_engines else 1)})
+
+    def _scale(self, asked: Asked) -> Answer:
+        size = asked.body.get("new_data_parallel_size")
+        if size is None:
+            return DEV["scale_elastic_ep no size"]
+        if not self.info["vllm_config"]["parallel_config"]["enable_elastic_ep"]:
+            return DEV["scale_elastic_ep"]
+        self.data_parallel = size
+        return Answer.of({"message": f"Scaled to {size} data parallel engines"})
+
     def _join(self, asked: Asked) -> Answer:
+        if self.info["vllm_config"]["weight_transfer_config"]["backend"] == "ipc":
+            self.group = asked.body["init_info"]
+            return HANDLES["init_weight_transfer_engine"]
         if not {"rank_offset", "world_size"} <= asked.body["init_info"].keys():
             return TRANSFER["init_weight_transfer_engine without ranks"]
         self.group = asked.body["init_info"]
@@ -126,6 +155,8 @@ class VllmReplay(ReplayEngine):
             return TRANSFER["update_weights without update_info"]
         if not self.is_session:
             return TRANSFER["update_weights out of a session"]
+        if self.group == {"packed": False} and "ipc_handles_pickled" not in asked.body["update_info"]:
+            return HANDLES["update_weights without handles"]
         if self.group is None:
             self.is_session = False
             return TRANSFER["update_weights without a group"]

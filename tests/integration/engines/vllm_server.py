@@ -30,6 +30,7 @@ def serving_vllm(
     context: int = 32_768,
     environment: dict[str, str] | None = None,
     port: int = 0,
+    has_tools: bool = True,
 ) -> Iterator[Engine]:
     """Serving; ends with the block.
 
@@ -37,6 +38,7 @@ def serving_vllm(
         model: its directory; its last part is the served name.
         directory: for the log and what the engine writes.
         environment: more of it.
+        has_tools: with a parser of tool calls.
     """
     python = os.environ.get("ENGINES_VLLM_PYTHON", "")
     if not python:
@@ -49,7 +51,7 @@ def serving_vllm(
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "bfloat16", "--max-model-len", str(context), "--max-num-seqs", "8", "--enforce-eager"),
         "--enable-prefix-caching",
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *(("--enable-auto-tool-choice", "--tool-call-parser", "hermes") if has_tools else ()),
         *options,
     ]
     with (directory / "log").open("wb") as log:
@@ -81,4 +83,6 @@ def profiling(directory: Path) -> tuple[str, ...]:
 
 
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+HANDLES = ("--weight-transfer-config", '{"backend":"ipc"}')
+UNPICKLING = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 TRANSFER = ("--weight-transfer-config", '{"backend":"nccl"}')

@@ -80,7 +80,8 @@ INFO_TIMEOUT_S: Final = 30.0
 
 NEEDS_SAVER: Final = "start SGLang with --enable-memory-saver"
 NEEDS_ONE_RANK: Final = "with data parallelism SGLang answers for its first rank only"
-GROUP_ROUTES: Final = ("/init_weights_update_group", "/update_weights_from_distributed")
+GROUP_ROUTES: Final = frozenset({"/init_weights_update_group", "/update_weights_from_distributed"})
+TENSOR_ROUTE: Final = "/update_weights_from_tensor"
 NEEDS_CHECKER: Final = "this SGLang has no /weights_checker to prove new weights with"
 
 _TAGS: Final = {
@@ -104,6 +105,7 @@ class _ServerInfo(msgspec.Struct):
     dp_size: int = 1
     tp_size: int = 1
     pp_size: int = 1
+    device: str | None = None
 
 
 class _RankLoad(msgspec.Struct):
@@ -135,9 +137,10 @@ class SglangControl(NativeControl):
         Offer(operation=Op.RESTORE_RESOURCES, detail="all or some", needs="`--enable-memory-saver`"),
         Offer(
             operation=Op.UPDATE_WEIGHTS,
-            detail="disk (safetensors), tensors sent along, a trainer's broadcast (NCCL); verified by checksum",
+            detail="disk (safetensors), tensors sent along, a trainer's broadcast (NCCL), a trainer's device handles; "
+            "verified by checksum",
             needs="`/weights_checker`; the same files on Node and engine; for tensors `IOP_WEIGHTS_DIR`; for "
-            "broadcasts one engine a model",
+            "broadcasts no data parallelism and one engine a model, for handles a single rank",
         ),
         Offer(operation=Op.START_PROFILE, detail="CPU, GPU, memory", needs=f"`{DIRECTORY_VARIABLE}`"),
         Offer(
@@ -183,7 +186,7 @@ class SglangControl(NativeControl):
                 self._startup_source = DiskSource(path=path, format=WeightFormat.SAFETENSORS)
         self._swap.path = self._model.model_path
         self._swap.ranks = self._info.tp_size * self._info.pp_size
-        self._swap.can_join = self._info.dp_size <= 1 and set(GROUP_ROUTES) <= (self._paths or frozenset())
+        self._swap.sources = self._sources()
         ready = await self._http.get("/ready")
         self._is_paused = ready.status == 503 and (await self._http.get("/ping")).is_ok
         if self._is_paused:
@@ -212,9 +215,7 @@ class SglangControl(NativeControl):
         can_flush = self._info.dp_size <= 1
         can_release = self._info.enable_memory_saver
         can_swap = "/weights_checker" in (self._paths or ())
-        sources = {WeightSourceKind.DISK}
-        if self._swap.can_join:
-            sources.add(WeightSourceKind.DISTRIBUTED)
+        sources = self._swap.sources
         recorded = self._profiles.kinds()
         for op, is_there, why in (
             (Op.FLUSH_CACHES, can_flush, NEEDS_ONE_RANK),
@@ -239,12 +240,27 @@ class SglangControl(NativeControl):
             busy_policies=frozenset({BusyPolicy.FAIL, BusyPolicy.WAIT}) if can_flush else frozenset(),
             resource_kinds=frozenset(_TAGS) if can_release else frozenset(),
             weight_retentions=frozenset({retention}) if can_release else frozenset(),
-            weight_sources=frozenset(sources) if can_swap else frozenset(),
-            distributed_backends=BACKENDS if can_swap and self._swap.can_join else frozenset(),
+            weight_sources=sources if can_swap else frozenset(),
+            distributed_backends=BACKENDS
+            if can_swap and WeightSourceKind.DISTRIBUTED in sources
+            else frozenset(),
             profiler_kinds=recorded,
             weight_formats=frozenset({WeightFormat.SAFETENSORS}) if can_swap else frozenset(),
             cache_policies=frozenset(CachePolicy) if can_swap else frozenset(),
         ), missing
+
+    def _sources(self) -> frozenset[WeightSourceKind]:
+        """From where weights can come. Whose rank is on which device nobody knows, so handles go to one only."""
+        paths, sources = self._paths or frozenset(), {WeightSourceKind.DISK}
+        if self._info.dp_size <= 1 and paths >= GROUP_ROUTES:
+            sources.add(WeightSourceKind.DISTRIBUTED)
+        if (
+            self._info.dp_size * self._swap.ranks == 1
+            and TENSOR_ROUTE in paths
+            and self._info.device != "cpu"
+        ):
+            sources.add(WeightSourceKind.IPC)
+        return frozenset(sources)
 
     def weight_version(self) -> str:
         """As `/model_info` last said."""

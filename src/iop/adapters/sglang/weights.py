@@ -1,14 +1,15 @@
-"""Weights of an SGLang server, replaced from disk or by a trainer's broadcast (AD-32, AD-45).
+"""Weights of an SGLang server, replaced from disk or by a trainer (AD-32, AD-45).
 
 The cache is emptied by a step of its own: a refused flush would look like a refused update. What a failed load leaves
 is not known, since the server's own rolling back reads the new path again. A broadcast happens between a begin and an
-end, in a group that is left afterwards whatever became of it. Tensors as pickles, which any Python could hide in, are
-not passed on.
+end, in a group that is left afterwards whatever became of it. A trainer's device handles are pickles, which any Python
+could hide in: what goes to the server is written anew from what they say.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Final
 import msgspec
 
 from iop.adapters import checkpoint
+from iop.adapters.device_handles import SharedWeights
 from iop.adapters.engine_http import EngineAnswer, EngineHttp
 from iop.adapters.gate_control import StepFailed, not_verified, succeeded
 from iop.adapters.staged_weights import StagedWeights
 from iop.adapters.trainer_group import DTYPES, check_group
-from iop.admin.enums import AdminErrorCode, VerificationMethod
-from iop.admin.requests import DiskSource, DistributedSource, WeightSource
+from iop.admin.enums import AdminErrorCode, VerificationMethod, WeightSourceKind
+from iop.admin.requests import DiskSource, DistributedSource, IpcSource, WeightSource
 from iop.admin.steps import (
     ApplyWeightsStep,
     CommitWeightsStep,
@@ -57,7 +59,7 @@ class WeightSwap:
     Attributes:
         path: where its weights are, as it says.
         ranks: how many of them take part in a group.
-        can_join: it has the routes for one.
+        sources: from where weights can come, beside tensors sent along.
     """
 
     def __init__(self, http: EngineHttp, staged: StagedWeights) -> None:
@@ -65,7 +67,7 @@ class WeightSwap:
         self._staged = staged
         self.path = ""
         self.ranks = 1
-        self.can_join = False
+        self.sources: frozenset[WeightSourceKind] = frozenset()
         self._previous: tuple[str, str, str] = ("", "", "")
 
     async def execute(
@@ -79,17 +81,20 @@ class WeightSwap:
                 if hold:
                     raise Unsupported("SGLang cannot hold replaced weights", reason="CANNOT_HOLD_WEIGHTS")
                 source = await self._staged.on_disk(source, self.path, call.operation_id)
-                await self._check(source)
+                await self._checked(source)
                 return succeeded(changed=False)
             case ApplyWeightsStep(source=source):
                 source = await self._staged.on_disk(source, self.path, call.operation_id)
-                await self._check(source)
+                checked = await self._checked(source)
                 if self._previous[0] != call.operation_id:
                     self._previous = (call.operation_id, self.path, await self._checksum())
-                if isinstance(source, DistributedSource):
-                    await self._receive(source, timeout_s=call.timeout_s)
-                elif isinstance(source, DiskSource):
-                    await self.load_from(source.path, timeout_s=call.timeout_s)
+                match checked:
+                    case DiskSource(path=path):
+                        await self.load_from(path, timeout_s=call.timeout_s)
+                    case DistributedSource():
+                        await self._receive(checked, timeout_s=call.timeout_s)
+                    case SharedWeights():
+                        await self._update("/update_weights_from_tensor", _handles(checked), call.timeout_s)
                 return succeeded()
             case VerifyWeightsStep():
                 digest = hashlib.sha256((await self._checksum()).encode()).digest()
@@ -120,17 +125,27 @@ class WeightSwap:
                 f"the engine could not load the weights, and what it holds now is not known: {answer.words}"
             )
 
-    async def _check(self, source: WeightSource) -> None:
-        if isinstance(source, DiskSource):
-            await asyncio.to_thread(checkpoint.check, source, self.path)
-        elif isinstance(source, DistributedSource) and self.can_join:
-            is_here = self.path.startswith("/")
-            layout = await asyncio.to_thread(checkpoint.read_layout, Path(self.path)) if is_here else {}
-            check_group(source, ranks=self.ranks, current=layout)
-        else:
-            raise Unsupported(
-                "this SGLang loads weights from disk or a trainer's broadcast only", reason="WEIGHT_SOURCE"
-            )
+    async def _checked(self, source: WeightSource) -> DiskSource | DistributedSource | SharedWeights:
+        """The source, looked at as far as can be without touching the engine. Raises StepFailed or Unsupported."""
+        match source:
+            case DiskSource():
+                await asyncio.to_thread(checkpoint.check, source, self.path)
+                return source
+            case DistributedSource() if WeightSourceKind.DISTRIBUTED in self.sources:
+                check_group(source, ranks=self.ranks, current=await self._layout())
+                return source
+            case IpcSource() if WeightSourceKind.IPC in self.sources:
+                return SharedWeights.read(source, ranks=self.ranks, current=await self._layout())
+            case _:
+                raise Unsupported(
+                    "this SGLang takes no weights from there: a broadcast needs a server without data "
+                    "parallelism, device handles one of a single rank",
+                    reason="WEIGHT_SOURCE",
+                )
+
+    async def _layout(self) -> checkpoint.Layout:
+        is_here = self.path.startswith("/")
+        return await asyncio.to_thread(checkpoint.read_layout, Path(self.path)) if is_here else {}
 
     async def _receive(self, source: DistributedSource, *, timeout_s: float) -> None:
         """Join the group, take what is broadcast, and leave it again."""
@@ -148,22 +163,23 @@ class WeightSwap:
         except DeadlineExceeded:
             raise StepFailed("the group did not form, and the engine waits for it: restart it") from None
         try:
-            await self._tell("/begin_weight_update", {"selector": "target"}, SHORT_TIMEOUT_S, changed=False)
             tensors = {
                 "names": [tensor.name for tensor in source.tensors],
                 "dtypes": [DTYPES[tensor.dtype] for tensor in source.tensors],
                 "shapes": [list(tensor.shape) for tensor in source.tensors],
-                "flush_cache": False,
                 "abort_all_requests": False,
             }
-            answer = await self._http.post(
-                "/update_weights_from_distributed", {**group, **tensors}, timeout_s=timeout_s
-            )
-            if not _is_live(answer):
-                raise StepFailed(f"the broadcast failed, and the weights are partly new now: {answer.words}")
-            await self._tell("/end_weight_update", {}, timeout_s)
+            await self._update("/update_weights_from_distributed", {**group, **tensors}, timeout_s)
         finally:
             await self._leave(group)
+
+    async def _update(self, path: str, body: Mapping[str, object], timeout_s: float) -> None:
+        """One update between a begin and an end. The cache is emptied by a step of its own."""
+        await self._tell("/begin_weight_update", {"selector": "target"}, SHORT_TIMEOUT_S, changed=False)
+        answer = await self._http.post(path, {**body, "flush_cache": False}, timeout_s=timeout_s)
+        if not _is_live(answer):
+            raise StepFailed(f"the update failed, and the weights are partly new now: {answer.words}")
+        await self._tell("/end_weight_update", {}, timeout_s)
 
     async def _leave(self, group: Mapping[str, object]) -> None:
         try:
@@ -205,6 +221,11 @@ class WeightSwap:
         if told is None or not told.success or not told.per_engine_checksum:
             raise not_verified(f"the engine does not tell the checksum of its weights: {answer.words}")
         return told.per_engine_checksum
+
+
+def _handles(weights: SharedWeights) -> Mapping[str, object]:
+    """One text a rank."""
+    return {"serialized_named_tensors": [base64.b64encode(weights.named_tensors()).decode()]}
 
 
 def _is_live(answer: EngineAnswer) -> bool:

@@ -51,6 +51,12 @@ class WorldSize(msgspec.Struct):
     world_size: int
 
 
+class IsScaling(msgspec.Struct):
+    """`/is_scaling_elastic_ep`."""
+
+    is_scaling_elastic_ep: bool
+
+
 class Checksums(msgspec.Struct):
     """`/weight_checker` with `checksum`: by rank and tensor."""
 
@@ -100,6 +106,7 @@ class ServerInfo(msgspec.Struct):
     """`/server_info?config_format=json`."""
 
     vllm_config: dict[str, Any] = {}
+    vllm_env: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +120,8 @@ class Launch:
         profiles_memory: the profiler also records memory.
         device: `cpu`, `cuda` and so on.
         transfer: backend of the weight-transfer engine, empty without one.
+        unpickles: it takes pickles of handles (`VLLM_ALLOW_INSECURE_SERIALIZATION`).
+        elastic: it changes its data-parallel size while it serves, up to `data_parallel_max`.
     """
 
     sleep_mode: bool = False
@@ -121,12 +130,17 @@ class Launch:
     profiles_memory: bool = False
     device: str = ""
     transfer: str = ""
+    unpickles: bool = False
+    elastic: bool = False
+    data_parallel_max: int = 1
 
     @staticmethod
     def read(info: ServerInfo) -> Launch:
         """From the dump of its configuration, which has no fixed form: what is not found is not there."""
         config = info.vllm_config
         profiler = _section(config, "profiler_config")
+        parallel = _section(config, "parallel_config")
+        size_max = parallel.get("elastic_ep_max_dp_size")
         return Launch(
             sleep_mode=_find(config, "enable_sleep_mode") is True,
             profiler=str(profiler.get("profiler") or ""),
@@ -134,6 +148,9 @@ class Launch:
             profiles_memory=profiler.get("torch_profiler_with_memory") is True,
             device=str(_section(config, "device_config").get("device") or ""),
             transfer=str(_section(config, "weight_transfer_config").get("backend") or ""),
+            unpickles=str(info.vllm_env.get("VLLM_ALLOW_INSECURE_SERIALIZATION")).lower() in {"true", "1"},
+            elastic=parallel.get("enable_elastic_ep") is True,
+            data_parallel_max=size_max if type(size_max) is int and size_max > 0 else 1,
         )
 
 

@@ -42,6 +42,7 @@ from iop.adapters.vllm.answers import (
     Version,
     WeightInfo,
 )
+from iop.adapters.vllm.elastic import SIZE, ElasticSize
 from iop.adapters.vllm.offer import MODES, OFFERS, RESETS, TAGS, offered
 from iop.adapters.vllm.profiles import Profiles
 from iop.adapters.vllm.weights import WeightSwap
@@ -51,13 +52,13 @@ from iop.admin.enums import (
     BusyPolicy,
     CacheKind,
     CacheOutcome,
+    ChangeDisposition,
     DrainTimeoutAction,
     PauseMode,
     ProfilerKind,
     ResourceKind,
     WeightFormat,
     WeightRetention,
-    WeightSourceKind,
 )
 from iop.admin.requests import DiskSource
 from iop.admin.results import CacheResult
@@ -65,9 +66,11 @@ from iop.admin.steps import (
     ApplyWeightsStep,
     CommitWeightsStep,
     FlushStep,
+    JudgeReconfigureStep,
     ParticipantReadBack,
     PauseStep,
     PrepareWeightsStep,
+    ReconfigureStep,
     ReleaseStep,
     RestoreStep,
     StepCall,
@@ -116,6 +119,7 @@ class VllmControl(NativeControl):
         self._staged = StagedWeights(services.environment, settings.endpoint)
         self._swap = WeightSwap(self._http, self._staged)
         self._profiles: Profiles = Profiles(self._http)
+        self._elastic = ElasticSize(self._http)
         self._paths: frozenset[str] = frozenset()
         self._launch = Launch()
         self._version = ""
@@ -141,9 +145,11 @@ class VllmControl(NativeControl):
         await self._read_states(load)
         kinds = self._profiles.kinds() if "/start_profile" in self._paths else frozenset[ProfilerKind]()
         capabilities, missing = offered(self._paths, self._launch, kinds)
+        self._swap.sources = capabilities.weight_sources
         if self._swap.startup_path:
             capabilities = self._staged.offered(capabilities)
-        self._swap.can_join = WeightSourceKind.DISTRIBUTED in capabilities.weight_sources
+        if Op.RECONFIGURE_SERVING in capabilities.operations:
+            await self._elastic.look()
         return Observed(
             instance=load.start_time,
             engine_version=self._version,
@@ -189,6 +195,7 @@ class VllmControl(NativeControl):
             if info.is_ok:
                 self._launch = Launch.read(info.read(ServerInfo))
         self._profiles.begin(self._launch)
+        self._elastic.size, self._elastic.size_max = None, self._launch.data_parallel_max
 
     def _startup_source(self) -> DiskSource | None:
         path = self._swap.startup_path
@@ -205,6 +212,7 @@ class VllmControl(NativeControl):
             frozen=self._frozen if self._is_paused else 0,
             released=self._released_now(),
             weight_version=self._label if "/weight_info" in self._paths else None,
+            serving=((SIZE, self._elastic.size),) if self._elastic.size is not None else (),
         )
 
     def _released_now(self) -> frozenset[ResourceKind]:
@@ -396,6 +404,19 @@ class VllmControl(NativeControl):
         if bool(left) is (self._sleep == "awake"):
             raise not_verified("the engine's sleep state is not what was asked for")
         return succeeded(weight_version=self._label)
+
+    # ---- size ----
+
+    async def _reconfigure(self, call: StepCall, step: JudgeReconfigureStep | ReconfigureStep) -> StepResult:
+        if isinstance(step, JudgeReconfigureStep):
+            return succeeded(changed=False, changes=self._elastic.judge(step.changes))
+        if self._released_now():
+            # Ranks that join take their weights from those that are there.
+            raise PreconditionFailed("memory is released; restore it first", reason="RESOURCES_RELEASED")
+        changes = await self._elastic.change(step.changes, timeout_s=call.timeout_s)
+        return succeeded(
+            changes=changes, changed=any(each.disposition is ChangeDisposition.APPLIED for each in changes)
+        )
 
     # ---- weights and profiles ----
 

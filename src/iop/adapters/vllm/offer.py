@@ -7,6 +7,7 @@ from typing import Final
 from iop.adapters.gate_control import GATE_MODES, GATE_OPERATIONS, Offer
 from iop.adapters.trainer_group import BACKENDS
 from iop.adapters.vllm.answers import Launch
+from iop.adapters.vllm.elastic import SCALE_ROUTE
 from iop.admin.enums import (
     AdminOperationKind,
     BusyPolicy,
@@ -14,6 +15,7 @@ from iop.admin.enums import (
     CachePolicy,
     PauseMode,
     ProfilerKind,
+    ReconfigurableField,
     ResourceKind,
     WeightFormat,
     WeightRetention,
@@ -26,6 +28,9 @@ Op = AdminOperationKind
 NEEDS_DEV: Final = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 NEEDS_DOCS: Final = "start vLLM without --disable-fastapi-docs, so that its routes can be seen"
 NEEDS_SLEEP: Final = "start vLLM with --enable-sleep-mode (GPU only)"
+NEEDS_ELASTIC: Final = (
+    "start vLLM with --enable-elastic-ep, --enable-eplb and --elastic-ep-max-dp-size (GPUs, a model of experts)"
+)
 NEEDS_PROFILER: Final = "start vLLM with --profiler-config naming a profiler and a directory"
 
 TRANSFER_ROUTES: Final = frozenset(
@@ -67,15 +72,22 @@ OFFERS: Final[tuple[Offer, ...]] = (
     ),
     Offer(
         operation=Op.UPDATE_WEIGHTS,
-        detail="disk (safetensors), tensors sent along, a trainer's broadcast (NCCL); verified by checksum or a probe",
-        needs="development mode; the same files on Node and engine; for tensors `IOP_WEIGHTS_DIR`; for broadcasts "
-        "`--weight-transfer-config` and one engine a model",
+        detail="disk (safetensors), tensors sent along, a trainer's broadcast (NCCL), a trainer's device handles; "
+        "verified by checksum or a probe",
+        needs="development mode; the same files on Node and engine; for tensors `IOP_WEIGHTS_DIR`; for broadcasts and "
+        "handles `--weight-transfer-config` (`nccl` or `ipc`), a GPU and one engine a model; for handles "
+        "`VLLM_ALLOW_INSECURE_SERIALIZATION=1`",
     ),
     Offer(operation=Op.START_PROFILE, detail="CPU, GPU, memory", needs="`--profiler-config`"),
     Offer(
         operation=Op.STOP_PROFILE,
         detail="artifacts fetched through the Node",
         needs="`--profiler-config`",
+    ),
+    Offer(
+        operation=Op.RECONFIGURE_SERVING,
+        detail="data-parallel size (elastic expert parallelism)",
+        needs="development mode, `--enable-elastic-ep`, `--enable-eplb`, `--elastic-ep-max-dp-size`",
     ),
 )
 
@@ -115,8 +127,13 @@ def offered(
             operations.add(op)
         else:
             missing[op] = NEEDS_PROFILER
-    can_join = can_swap and launch.transfer == "nccl" and paths >= TRANSFER_ROUTES
-    sources = {WeightSourceKind.DISK} | ({WeightSourceKind.DISTRIBUTED} if can_join else set())
+    is_elastic = launch.elastic and is_dev and paths >= {SCALE_ROUTE, "/get_world_size"}
+    if is_elastic:
+        operations.add(Op.RECONFIGURE_SERVING)
+    else:
+        missing[Op.RECONFIGURE_SERVING] = NEEDS_ELASTIC if is_dev else why
+    sources = _sources(paths, launch)
+    can_join = can_swap and WeightSourceKind.DISTRIBUTED in sources
     modes = frozenset(MODES) if is_dev else GATE_MODES
     return Capabilities(
         operations=frozenset(operations),
@@ -126,9 +143,24 @@ def offered(
         busy_policies=frozenset(BusyPolicy) if caches else frozenset(),
         resource_kinds=frozenset(TAGS) if can_sleep else frozenset(),
         weight_retentions=frozenset(WeightRetention) if can_sleep else frozenset(),
-        weight_sources=frozenset(sources) if can_swap else frozenset(),
+        weight_sources=sources if can_swap else frozenset(),
         distributed_backends=BACKENDS if can_join else frozenset(),
         weight_formats=frozenset({WeightFormat.SAFETENSORS}) if can_swap else frozenset(),
         cache_policies=frozenset(CachePolicy) if can_swap else frozenset(),
         profiler_kinds=profiler_kinds,
+        reconfigurable_fields=frozenset({ReconfigurableField.DATA_PARALLEL_SIZE})
+        if is_elastic
+        else frozenset(),
+        data_parallel_size_max=launch.data_parallel_max if is_elastic else None,
     ), missing
+
+
+def _sources(paths: frozenset[str], launch: Launch) -> frozenset[WeightSourceKind]:
+    """From where weights can come. A trainer's device memory is reached from a GPU only."""
+    sources = {WeightSourceKind.DISK}
+    if paths >= TRANSFER_ROUTES and launch.device != "cpu":
+        if launch.transfer == "nccl":
+            sources.add(WeightSourceKind.DISTRIBUTED)
+        if launch.transfer == "ipc" and launch.unpickles:
+            sources.add(WeightSourceKind.IPC)
+    return frozenset(sources)

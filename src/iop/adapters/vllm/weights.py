@@ -1,5 +1,5 @@
-"""Weights of a vLLM engine replaced from disk by its workers' own `reload_weights`, or by a trainer's broadcast over
-its weight-transfer engine (AD-32, AD-45).
+"""Weights of a vLLM engine replaced from disk by its workers' own `reload_weights`, or by a trainer over its
+weight-transfer engine (AD-32, AD-45).
 
 The engine neither pauses nor checks nor keeps the old tensors: a path that cannot be loaded leaves it without
 weights, healthy to the eye, and dead at the next request. So the files are looked at first, and afterwards the
@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Final
 
 from iop.adapters import checkpoint
+from iop.adapters.device_handles import SharedWeights
 from iop.adapters.engine_http import EngineHttp
 from iop.adapters.gate_control import StepFailed, not_verified, succeeded
 from iop.adapters.staged_weights import StagedWeights
 from iop.adapters.trainer_group import check_group
 from iop.adapters.vllm import transfer
 from iop.adapters.vllm.answers import Checksums, Completion
-from iop.admin.enums import AdminErrorCode, VerificationMethod
-from iop.admin.requests import DiskSource, DistributedSource, WeightSource
+from iop.admin.enums import AdminErrorCode, VerificationMethod, WeightSourceKind
+from iop.admin.requests import DiskSource, DistributedSource, IpcSource, WeightSource
 from iop.admin.steps import (
     ApplyWeightsStep,
     CommitWeightsStep,
@@ -38,6 +39,11 @@ from iop.core.errors import PreconditionFailed, Unsupported
 RELOAD_METHOD: Final = "reload_weights"
 """The only worker method that is ever called by name: `/collective_rpc` would take any."""
 
+NEEDS_TRANSFER: Final = (
+    "this vLLM takes no weights from there: for a broadcast start it on GPUs with --weight-transfer-config "
+    '\'{"backend":"nccl"}\'; for device handles with \'{"backend":"ipc"}\' and VLLM_ALLOW_INSECURE_SERIALIZATION=1'
+)
+
 CHECKSUM_TIMEOUT_S: Final = 600.0
 """It reads all weights."""
 
@@ -51,7 +57,7 @@ class WeightSwap:
     """The weight steps of one engine.
 
     Attributes:
-        can_join: it has a weight-transfer engine that joins a trainer's group.
+        sources: from where weights can come, beside tensors sent along.
         has_resumed: the engine was let run for a probe and must be paused again.
     """
 
@@ -61,7 +67,7 @@ class WeightSwap:
         self._model = ""
         self._path = ""
         self.startup_path = ""
-        self.can_join = False
+        self.sources: frozenset[WeightSourceKind] = frozenset()
         self.has_resumed = False
         self._operation = ""
         self._before: tuple[str, bytes] = ("", b"")
@@ -96,21 +102,21 @@ class WeightSwap:
                 if hold:
                     raise Unsupported("vLLM cannot hold replaced weights", reason="CANNOT_HOLD_WEIGHTS")
                 source = await self._staged.on_disk(source, self._path, call.operation_id)
-                await self._check(source)
+                await self._checked(source)
                 self._operation, self._is_changed = call.operation_id, False
                 return succeeded(changed=False)
             case ApplyWeightsStep(source=source):
                 # Again: the path may have gone since, and the engine would not survive that.
                 source = await self._staged.on_disk(source, self._path, call.operation_id)
-                await self._check(source)
+                checked = await self._checked(source)
                 digest = await self._digest() if has_checksums else b""
                 if not self._is_changed or self._operation != call.operation_id:
                     self._before = (self._path, digest)
                 self._operation, self._is_changed = call.operation_id, True
-                if isinstance(source, DistributedSource):
-                    await transfer.receive(self._http, source, timeout_s=call.timeout_s)
-                elif isinstance(source, DiskSource):
-                    await self.reload(source.path, timeout_s=call.timeout_s)
+                if isinstance(checked, DiskSource):
+                    await self.reload(checked.path, timeout_s=call.timeout_s)
+                else:
+                    await transfer.receive(self._http, checked, timeout_s=call.timeout_s)
                 return succeeded()
             case VerifyWeightsStep():
                 return await self._verify(has_checksums=has_checksums, can_probe=can_probe)
@@ -134,18 +140,24 @@ class WeightSwap:
             raise StepFailed(f"the engine could not load the weights: {answer.words}")
         self._path = path
 
-    async def _check(self, source: WeightSource) -> None:
-        if isinstance(source, DiskSource):
-            await asyncio.to_thread(checkpoint.check, source, self._path)
-        elif isinstance(source, DistributedSource) and self.can_join:
-            layout = await asyncio.to_thread(checkpoint.read_layout, Path(self._path)) if self._path else {}
-            check_group(source, ranks=await transfer.world_size(self._http), current=layout)
-        else:
-            raise Unsupported(
-                "this vLLM loads weights from disk, or over a weight-transfer engine (nccl) that it was "
-                "started with",
-                reason="WEIGHT_SOURCE",
-            )
+    async def _checked(self, source: WeightSource) -> DiskSource | DistributedSource | SharedWeights:
+        """The source, looked at as far as can be without touching the engine. Raises StepFailed or Unsupported."""
+        match source:
+            case DiskSource():
+                await asyncio.to_thread(checkpoint.check, source, self._path)
+                return source
+            case DistributedSource() if WeightSourceKind.DISTRIBUTED in self.sources:
+                check_group(source, ranks=await transfer.world_size(self._http), current=await self._layout())
+                return source
+            case IpcSource() if WeightSourceKind.IPC in self.sources:
+                return SharedWeights.read(
+                    source, ranks=await transfer.world_size(self._http), current=await self._layout()
+                )
+            case _:
+                raise Unsupported(NEEDS_TRANSFER, reason="WEIGHT_SOURCE")
+
+    async def _layout(self) -> checkpoint.Layout:
+        return await asyncio.to_thread(checkpoint.read_layout, Path(self._path)) if self._path else {}
 
     async def _verify(self, *, has_checksums: bool, can_probe: bool) -> StepResult:
         digest = await self._digest() if has_checksums else b""
