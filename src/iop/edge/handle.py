@@ -310,13 +310,22 @@ class DispatchHandle:
                 shell.give_back(attempt, verdict)
                 self.try_again(attempt.lease.key)
                 return
+        is_broken = False
         try:
             tell()
+        except Exception:
+            # A bug of the surface's: no other word will come, so its caller would wait for ever.
+            is_broken = True
+            attempt.tell_error(StreamError(code=StreamErrorCode.INTERNAL.value))
+            raise
         finally:
             outcome = outcome_of_status(attempt.status) if error is None else outcome_of_error(error)
             if self._is_truncated:
                 outcome, verdict = Outcome.UPSTREAM_TRUNCATED, Verdict.FAILURE
-            self._settle(outcome, "" if error is None else error.code)
+            reason = "" if error is None else error.code
+            if is_broken:
+                outcome, verdict, reason = Outcome.UPSTREAM_ERROR, Verdict.NEUTRAL, StreamErrorCode.INTERNAL.value
+            self._settle(outcome, reason)
             shell.give_back(attempt, verdict)
             attempt.forget_sink()
 

@@ -111,7 +111,9 @@ async def ok(call: StubCall) -> None:
 async def test_unknown_fields_pass_with_their_spelling() -> None:
     body = (
         b'{"model":"fast","messages":[{"role":"user","content":null}],"chat_template_kwargs":{"a":[1,{"b":2}]},'
-        b'"big":1152921504606846977,"small":1e-7,"nothing":null,"huge":' + b"7" * 300 + b',"e":"\\u00e9"}'
+        b'"big":1152921504606846977,"small":1e-7,"nothing":null,"huge":'
+        + b"7" * 300
+        + b',"e":"\\u00e9","half":"\\ud83d"}'
     )
     async with fleet_of() as fleet:
         await fleet.post(body)

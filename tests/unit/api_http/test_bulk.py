@@ -122,3 +122,22 @@ def _is_refused(read: Callable[[], object]) -> bool:
     except InvalidRequest:
         return True
     return False
+
+
+@pytest.mark.case("P-15")
+@pytest.mark.clause("SF-03")
+@pytest.mark.parametrize(
+    "text",
+    [
+        rb'"' + rb"\ud83d\ude00 \ude00x\ud83d" * 30_000 + b'"',
+        b"[" + rb'"\ud83d","\ud83d\ude00",' * 30_000 + rb'"\ude00"]',
+    ],
+    ids=["one long string", "many short ones"],
+)
+def test_half_a_character_in_a_large_body_is_the_providers_to_judge(text: bytes) -> None:
+    body = b'{"prompt":' + text + b',"model":"fast"}'
+    for each in (PARTS_BYTES, 4099):
+        fields, _, _ = read_bulk(body, each=each)
+        assert b"".join(fields.with_model("X")) == body.replace(b'"fast"', b'"X"')
+        assert json.loads(b"".join(fields.strings.expand(fields.body))) == json.loads(body)
+        assert fields.strings.restore(json.loads(fields.body)) == json.loads(body)

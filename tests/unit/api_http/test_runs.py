@@ -371,3 +371,23 @@ def test_a_slow_caller_holds_back_credit_and_one_that_leaves_cancels() -> None:
     assert scene.handle.consumed_bytes == len("Héllo hm".encode())
     scene.connection.connection_lost(None)
     assert len(scene.handle.cancels) == 1
+
+
+@pytest.mark.clause("SF-10", "EN-66")
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_large_integers_in_calls_that_were_written_as_text_stay_what_they_are(is_stream: bool) -> None:
+    told = json.dumps({"tool_calls": [{"name": "f", "arguments": {"id": 2**70}}]})
+    done = RunEvent(
+        type=RunEventType.COMPLETE, finish_reasons=("stop",), metadata={"openai_text_tool_fallback": "true"}
+    )
+    scene = Scene(is_stream=is_stream, has_tools=True)
+    scene.play(START, RunEvent(type=RunEventType.DELTA, delta=told), done)
+    choices = (
+        [event["choices"][0] for event in scene.events] if is_stream else json.loads(scene.body)["choices"]
+    )
+    calls = [
+        call
+        for choice in choices
+        for call in choice.get("delta", choice.get("message")).get("tool_calls", [])
+    ]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"id": 2**70}]

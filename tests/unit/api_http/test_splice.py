@@ -144,3 +144,18 @@ def test_a_json_body_is_complete_at_its_end_and_at_no_byte_before(body: bytes) -
     for byte in body:
         watch.feed(bytes([byte]))
     assert watch.is_complete
+
+
+@pytest.mark.case("P-15")
+@pytest.mark.clause("SF-03")
+@pytest.mark.parametrize(
+    "half", [rb"\ud83d", rb"\uDE00 x", rb"\ud83d\n", rb"\ud83dA", rb"\ud83d\ud83d\ude00", rb"\\\ud83d"]
+)
+def test_half_a_character_is_the_providers_to_judge(half: bytes) -> None:
+    """As it comes from callers who cut a text by UTF-16 units. A wrong escape beside it is no JSON all the same."""
+    body = b'{"text":["%b"],"model":"fast","%b":{"a":"%b"}}' % (half, half, half)
+    fields = read_fields(body, depth_max=128)
+    assert b"".join(fields.with_model("X")) == body.replace(b'"fast"', b'"X"')
+    for bad in (rb'"\ud83d \x"', b'"' + half, b'{"a":' + b"[" * 200 + b'"' + half + b'"' + b"]" * 200 + b"}"):
+        with pytest.raises(InvalidRequest):
+            read_fields(b'{"model":"fast","text":' + bad + b"}", depth_max=128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -623,3 +624,39 @@ async def test_a_repeat_that_cannot_be_said_asks_who_offers_the_operation_itself
     nodes[2].streams[0].end()
     assert handle.outcome is Outcome.COMPLETE
     assert (sink.ends, edge.outcomes.begun_total, len(edge.pools.leases)) == (1, 1, 0)
+
+
+@pytest.mark.clause("EN-112", "SF-06")
+@pytest.mark.parametrize("is_run", [False, True])
+async def test_a_surface_that_fails_at_the_end_hears_of_an_error_and_nothing_hangs(make_edge, is_run):
+    """Its caller would wait for an end that nobody gives any more; the provider is not to blame."""
+    told = []
+
+    class Broken(RecordingSink):
+        def on_end(self) -> None:
+            raise TypeError("a bug")
+
+        def on_error(self, error) -> None:
+            told.append(error.code)
+
+        def on_run_event(self, event) -> None:
+            if event.type is RunEventType.COMPLETE:
+                raise TypeError("a bug")
+            told.append(event.error.code)
+
+    spec = adapter_spec("main", route=Route.RUN if is_run else Route.TUNNEL)
+    edge = await make_edge(snapshot_of({"n1/main": spec}, FAST, breaker=BreakerSpec(failures=1)))
+    node = FakeEdgeConnection(edge.nodes).connect()
+    sink = Broken()
+    call = (lambda _: RunCall(input=b"{}", sink=sink)) if is_run else tunnel_to(sink)
+    handle = await edge.dispatcher.dispatch(request_of("fast", request_id="r1"), call)
+    stream = node.streams[0]
+    if not is_run:
+        stream.start()
+    end = partial(stream.emit, RunEvent(type=RunEventType.COMPLETE)) if is_run else stream.end
+    with pytest.raises(TypeError):
+        end()
+    assert told == ["internal"]
+    assert (handle.outcome, edge.status.explain("r1")["reason"]) == (Outcome.UPSTREAM_ERROR, "internal")
+    assert edge.pools.provider_figures(provider_key("n1/main")).health == "online"
+    assert len(edge.pools.leases) == 0

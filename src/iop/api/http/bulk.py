@@ -22,7 +22,7 @@ from iop.api.http.splice import (
     BRACKETS_MAX,
     RequestFields,
     brackets_of,
-    decode_object,
+    decode_request,
     exceeds_depth,
     find_value,
     is_true,
@@ -227,7 +227,7 @@ class BulkReader:
         closer = after[::-1].translate(_CLOSERS)
         document = b"%b%b%b" % (opener, text, closer) if opener or closer else text
         self.worked_bytes = max(self.worked_bytes, len(document) + STEP_BYTES)
-        raw = decode_object(document, self._depth_max)
+        document, raw = decode_request(document, self._depth_max)
         if is_doubtful and exceeds_depth(document, self._depth_max):
             raise too_deep(self._depth_max)
         self._merge(document, raw, opener=opener, closer=closer, depth=len(before), is_last=is_last)

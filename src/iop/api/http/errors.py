@@ -14,6 +14,7 @@ from typing import Any, Final
 import orjson
 
 from iop.api.http.head import HeaderList
+from iop.api.http.json_text import json_text
 from iop.core.errors import (
     DeadlineExceeded,
     Draining,
@@ -169,26 +170,26 @@ def error_body(error: IopError, dialect: Dialect, request_id: str) -> bytes:
     """The error as a JSON body in the dialect's envelope."""
     status = error_status(error)
     if dialect.is_anthropic:
-        return orjson.dumps(
+        return json_text(
             {"type": "error", "error": _anthropic(error, status), "request_id": request_id or None}
         )
-    return orjson.dumps({"error": _openai(error, status)})
+    return json_text({"error": _openai(error, status)})
 
 
 def error_event(error: IopError, dialect: Dialect, *, newline: bytes = b"\n") -> bytes:
     """The error as one event of a stream that has begun; the stream ends after it (SF-06, SF-14)."""
     status = error_status(error)
     if dialect.is_anthropic:
-        data = orjson.dumps({"type": "error", "error": _anthropic(error, status)})
+        data = json_text({"type": "error", "error": _anthropic(error, status)})
         return b"event: error" + newline + b"data: " + data + newline + newline
     if dialect is Dialect.RESPONSES:
         # `code`, `message` and `param` are that dialect's own; `error` is what makes its official client
         # raise.
         shape = _openai(error, status)
         event = {"type": "error", "code": shape["code"], "message": shape["message"], "param": shape["param"]}
-        data = orjson.dumps(event | {"error": shape})
+        data = json_text(event | {"error": shape})
         return b"event: error" + newline + b"data: " + data + newline + newline
-    return b"data: " + orjson.dumps({"error": _openai(error, status)}) + newline + newline
+    return b"data: " + json_text({"error": _openai(error, status)}) + newline + newline
 
 
 def late_answer_event(status: int, body: bytes, dialect: Dialect) -> bytes:
@@ -203,15 +204,15 @@ def late_answer_event(status: int, body: bytes, dialect: Dialect) -> bytes:
         value = None
     if status >= 400 and isinstance(value, dict) and isinstance(error := value.get("error"), dict):
         if dialect.is_anthropic:
-            return b"event: error\ndata: " + orjson.dumps(value | {"type": "error"}) + b"\n\n"
+            return b"event: error\ndata: " + json_text(value | {"type": "error"}) + b"\n\n"
         if dialect is Dialect.RESPONSES:
             value = {
                 "type": "error",
                 **{key: error.get(key) for key in ("code", "message", "param")},
                 "error": error,
             }
-            return b"event: error\ndata: " + orjson.dumps(value) + b"\n\n"
-        return b"data: " + orjson.dumps(value) + b"\n\n"
+            return b"event: error\ndata: " + json_text(value) + b"\n\n"
+        return b"data: " + json_text(value) + b"\n\n"
     told = f"The provider answered with status {status} and no event stream."
     return error_event(Unavailable(told, reason="upstream_error", retry_after_s=1.0), dialect)
 

@@ -18,6 +18,7 @@ import msgspec
 import orjson
 
 from iop.api.http.estimate import MORE_BYTES_MIN
+from iop.api.http.json_text import read_text, without_halves
 from iop.core.errors import InvalidRequest
 from iop.core.limits import KIB, MIB
 
@@ -166,6 +167,9 @@ class StringCutter:
         try:
             _SKIP.decode(b'"%b"' % piece)
         except msgspec.DecodeError as error:
+            if (legible := without_halves(piece)) is not piece:
+                self._take(legible)
+                return
             raise InvalidRequest(
                 f"The body is not valid JSON: {error}, in the string at byte {self._start}.",
                 reason="INVALID_JSON",
@@ -281,7 +285,7 @@ class LongStrings:
             budget -= cut.end - cut.start
             if budget < 0:
                 raise _too_long()
-            parts.append(orjson.loads(b'"%b"' % b"".join(self.slice(cut.start, cut.end))))
+            parts.append(read_text(b'"%b"' % b"".join(self.slice(cut.start, cut.end))))
         return "".join([*parts, text[position:]]), budget
 
     def is_shortened(self, text: str) -> bool:

@@ -18,6 +18,7 @@ import orjson
 from iop.api.http.errors import Dialect, error_event, error_of_stream
 from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList
+from iop.api.http.json_text import json_text
 from iop.api.http.pulse import beat_while_frozen
 from iop.core.errors import InvalidRequest, IopError, RemoteProtocolError
 from iop.edge.dispatch import DispatchHandle
@@ -287,7 +288,7 @@ class RunRelay:
         value: dict[str, Any] = {**self._envelope, "choices": [choice]}
         if self._has_usage:
             value["usage"] = None
-        self._exchange.write(b"data: " + orjson.dumps(value) + b"\n\n")
+        self._exchange.write(b"data: " + json_text(value) + b"\n\n")
 
     def _start(self, kind: tuple[bytes, bytes], length: int | None) -> None:
         assert self._handle is not None, "no answer comes before dispatch has returned"
@@ -342,7 +343,7 @@ class RunRelay:
             self._send(index, {}, finish=reason)
         if self._has_usage:
             value = {**self._envelope, "choices": [], "usage": _usage(usage)}
-            self._exchange.write(b"data: " + orjson.dumps(value) + b"\n\n")
+            self._exchange.write(b"data: " + json_text(value) + b"\n\n")
         self._exchange.write(b"data: [DONE]\n\n")
         self._exchange.end()
 
@@ -369,7 +370,7 @@ class RunRelay:
         value: dict[str, Any] = {**self._envelope, "choices": choices}
         if (counted := _usage(usage)) is not None:
             value["usage"] = counted
-        body = orjson.dumps(value)
+        body = json_text(value)
         self._start(_JSON, len(body))
         self._exchange.write(body)
         self._exchange.end()
@@ -427,7 +428,7 @@ class RunRelay:
                     "name": call.name,
                     "arguments": call.arguments
                     if isinstance(call.arguments, str)
-                    else orjson.dumps(call.arguments).decode(),
+                    else json_text(call.arguments).decode(),
                 },
             }
             for number, call in enumerate(told.tool_calls)

@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 import orjson
 
+from iop.api.http.json_text import without_halves
 from iop.core.errors import InvalidRequest
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "RequestFields",
     "brackets_of",
     "decode_object",
+    "decode_request",
     "exceeds_depth",
     "find_value",
     "is_false",
@@ -126,16 +128,34 @@ def read_fields(body: bytes, *, depth_max: int) -> RequestFields:
     Raises:
         InvalidRequest: not a JSON object, nested too deeply, a repeated key, or no model; the field is named.
     """
-    raw = decode_object(body, depth_max)
+    text, raw = decode_request(body, depth_max)
     if exceeds_depth(body, depth_max):
         raise too_deep(depth_max)
     return RequestFields(
         body=body,
         model=model_of(raw),
-        model_span=find_value(body, raw, "model"),
+        model_span=find_value(text, raw, "model"),
         is_stream=is_true(raw.get("stream")),
         raw=raw,
     )
+
+
+def decode_request(body: bytes, depth_max: int) -> tuple[bytes, dict[str, msgspec.Raw]]:
+    """Cut a caller's JSON object into its members: as it is, or as it can be read, and then by the same lengths.
+
+    Half a surrogate pair, as callers send who cut a text in the midst of a character, is JSON that no decoder here
+    takes. The provider is sent it as it came, and may judge.
+
+    Raises:
+        InvalidRequest: as :func:`read_fields`.
+    """
+    try:
+        return body, decode_object(body, depth_max)
+    except InvalidRequest:
+        text = without_halves(body)
+        if text is body:
+            raise
+        return text, decode_object(text, depth_max)
 
 
 def decode_object(body: bytes, depth_max: int) -> dict[str, msgspec.Raw]:

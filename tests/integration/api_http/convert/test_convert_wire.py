@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import pytest
-from http_fleet import fleet_of
+from http_fleet import fleet_of, post
 from scripted_backends import chat_backend
 
+from iop.api.http.convert.messages_writer import MessagesWriter
 from iop.api.http.matrix import SurfaceMatrix
 from iop.api.http.models import StatusWithSurfaces
 from iop.edge.calls import Outcome
@@ -189,3 +190,53 @@ async def test_the_listing_says_how_each_route_is_served(is_run: bool) -> None:
             fleet.edge.status, find_snapshot=lambda: fleet.edge.snapshot, matrix=SurfaceMatrix()
         ).status()
         assert shown["models"][0]["endpoints"] == entry["endpoints"]
+
+
+@pytest.mark.case("P-15")
+@pytest.mark.clause("SF-10", "SF-14")
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_what_a_response_repeats_never_hangs_its_caller(is_stream: bool) -> None:
+    """An integer beyond 64 bits and half a character: the encoder that writes answers takes neither."""
+    schema = {"type": "object", "properties": {"id": {"maximum": 2**64 + 1}}}
+    said = {
+        "model": "fast",
+        "stream": is_stream,
+        "instructions": "Be brief.",
+        "input": "hi",
+        "metadata": {"a": "\ud83d"},
+        "tools": [{"type": "function", "name": "f", "parameters": schema, "strict": False}],
+        "user": 10**30,
+    }
+    async with fleet_of(operations=CHAT_ONLY) as fleet:
+        fleet.stub.script = chat_backend
+        status, _, answer = await fleet.post(json.dumps(said).encode(), path="/v1/responses")
+        assert status == 200
+        assert fleet.stub.calls[-1].json["user"] == 10**30
+        if is_stream:
+            *_, last, _ = answer.split(b"\n\n")
+            response = json.loads(last.partition(b"data: ")[2])["response"]
+        else:
+            response = json.loads(answer)
+        assert response["status"] == "completed"
+        assert (response["user"], response["metadata"]) == (said["user"], said["metadata"])
+        assert response["tools"][0]["parameters"] == schema
+        await fleet.settled()
+
+
+@pytest.mark.clause("SF-06", "SF-14", "EN-112")
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_bug_in_the_conversion_of_an_answer_ends_it_and_shows_no_success(
+    is_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> bytes:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(MessagesWriter, "end" if is_stream else "whole", broken)
+    async with fleet_of(operations=CHAT_ONLY) as fleet:
+        fleet.stub.script = chat_backend
+        caller = await fleet.call()
+        await caller.send(post(body(system="Be brief.", stream=is_stream), path="/v1/messages"))
+        answer = await caller.read_to_end() if is_stream else b"%d" % (await caller.read_answer())[0]
+        assert answer.startswith(b"HTTP/1.1 200" if is_stream else b"502")
+        assert b"message_stop" not in answer and not answer.endswith(b"0\r\n\r\n")
+        await fleet.settled()

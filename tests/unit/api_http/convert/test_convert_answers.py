@@ -264,3 +264,54 @@ def test_half_a_character_in_a_chunk_breaks_no_stream() -> None:
 def test_a_chunk_that_cannot_be_read_is_no_silent_loss() -> None:
     got = events(run("messages", delta(content="a"), b"data: {oops\n\n", delta("stop")))
     assert got[-1]["type"] == "error"
+
+
+BIG = 2**64 + 1
+"""Beyond what 64 bits hold: as an id in the arguments of a call, say."""
+
+
+@pytest.mark.case("P-15")
+@pytest.mark.clause("SF-10")
+@pytest.mark.parametrize("value", [BIG, -(10**40), "half \ud83d", [[[{"maximum": BIG}]]]])
+def test_what_a_response_repeats_of_its_request_is_written_whatever_it_is(value: Any) -> None:
+    terms = {"echo": {"metadata": {"a": value}, "tools": [value], "user": value}}
+    body = json.dumps(
+        {"choices": [{"index": 0, "message": {"content": "a"}, "finish_reason": "stop"}]}
+    ).encode()
+    whole = json.loads(converter("responses", **terms).whole(body))
+    assert (whole["metadata"], whole["tools"], whole["user"]) == ({"a": value}, [value], value)
+    streamed = [
+        *events(run("responses", delta(content="a"), delta("stop"), **terms)),
+        *events(converter("responses", **terms).streamed(body)),
+        *events(run("responses", delta(content="a"), **terms)),  # cut
+    ]
+    assert {event["type"] for event in streamed} >= {"response.completed", "response.failed"}
+    assert all(event["response"]["user"] == value for event in streamed if "response" in event)
+
+
+@pytest.mark.case("P-15")
+@pytest.mark.clause("SF-10")
+@pytest.mark.parametrize("target", WRITERS)
+def test_large_integers_in_the_arguments_of_a_call_stay_what_they_are(target: str) -> None:
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {"id": BIG, "big": 10**30}}
+    answer = {"type": "message", "model": "m", "content": [use], "stop_reason": "tool_use"}
+    chat = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(use["input"])}}
+    choice = {"index": 0, "message": {"content": None, "tool_calls": [chat]}, "finish_reason": "tool_calls"}
+    for source, body in (("messages", answer), ("chat", {"choices": [choice]})):
+        whole = json.loads(converter(target, source=source).whole(json.dumps(body).encode()))
+        match target:
+            case "chat":
+                given = json.loads(whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
+            case "messages":
+                given = whole["content"][0]["input"]
+            case _:
+                given = json.loads(whole["output"][0]["arguments"])
+        assert given == use["input"]
+
+
+@pytest.mark.clause("SF-10")
+def test_half_a_character_in_the_arguments_of_a_call_makes_no_text_of_the_object() -> None:
+    told = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}
+    choice = {"index": 0, "message": {"tool_calls": [told]}, "finish_reason": "tool_calls"}
+    whole = json.loads(converter("messages").whole(json.dumps({"choices": [choice]}).encode()))
+    assert whole["content"][0]["input"] == {"a": "\ud83d"}

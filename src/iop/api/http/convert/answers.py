@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 from iop.api.http.convert.events import Event, Failure
+from iop.api.http.convert.numbers import load_text
 from iop.api.http.convert.readers import Reader, failure_of
 from iop.api.http.convert.sse_parser import SseComment, SseEvent, SseParser
 from iop.api.http.convert.writers import Writer, cut_failure
+from iop.api.http.json_text import json_text
 
 __all__ = ["AnswerConverter", "BrokenAnswerError", "failure_of_body"]
+
+_LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")
+"""From this many digits on an integer may not fit 64 bits."""
 
 
 class BrokenAnswerError(Exception):
@@ -85,7 +91,7 @@ class AnswerConverter:
         Raises:
             BrokenAnswerError: it is not an answer.
         """
-        return orjson.dumps(self._writer.whole(self._read_whole(body)))
+        return json_text(self._writer.whole(self._read_whole(body)))
 
     def streamed(self, body: bytes) -> bytes:
         """A whole answer as a stream, for a provider that ignores ``stream``.
@@ -111,7 +117,7 @@ class AnswerConverter:
         _check(events)
         if not self._reader.is_finished:
             raise BrokenAnswerError(cut_failure())
-        return orjson.dumps(self._writer.whole(events))
+        return json_text(self._writer.whole(events))
 
     # ---- inside ----
 
@@ -122,6 +128,8 @@ class AnswerConverter:
         value = _object(body)
         if value is None:
             raise BrokenAnswerError(_garbled())
+        if _LONG_NUMBER.search(body):
+            value = _exact(body) or value
         events = self._reader.whole(value)
         _check(events)
         if not self._reader.is_finished:
@@ -175,6 +183,15 @@ def _object(data: bytes) -> dict[str, Any] | None:
         value = orjson.loads(data)
     except orjson.JSONDecodeError:
         value = _lenient(data)
+    return value if isinstance(value, dict) else None
+
+
+def _exact(data: bytes) -> dict[str, Any] | None:
+    """With integers beyond 64 bits, as arguments of calls may hold them; the fast decoder rounds them."""
+    try:
+        value = load_text(data)
+    except (ValueError, RecursionError):
+        return None
     return value if isinstance(value, dict) else None
 
 

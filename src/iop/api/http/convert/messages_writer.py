@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final, assert_never
 
-import orjson
-
 from iop.api.http.convert.blocks import Block, BlockKind, Move, Step
 from iop.api.http.convert.events import Begin, Counted, Event, Failure, Stop
+from iop.api.http.convert.numbers import load_text
 from iop.api.http.convert.writers import Gathering, named_event
 
 __all__ = ["MessagesWriter"]
@@ -124,8 +123,8 @@ def _whole_block(block: Block) -> dict[str, Any]:
 
 def _arguments(text: str) -> Any:
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
+        return load_text(text)
+    except (ValueError, RecursionError):
         return text  # an answer cut by its length limit; the caller sees what there is
 
 

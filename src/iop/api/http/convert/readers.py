@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
-import orjson
-
 from iop.api.http.convert.events import (
     Begin,
     Counted,
@@ -19,6 +17,7 @@ from iop.api.http.convert.events import (
     ToolArguments,
     ToolBegin,
 )
+from iop.api.http.json_text import json_text
 from iop.api.http.sse import ABORTED
 
 __all__ = ["ChatReader", "MessagesReader", "Reader", "failure_of"]
@@ -159,7 +158,7 @@ class ChatReader:
             self._begin(call, name, events)
         arguments = function.get("arguments")
         if isinstance(arguments, dict):
-            arguments = orjson.dumps(arguments).decode()
+            arguments = json_text(arguments).decode()
         if isinstance(arguments, str) and arguments:
             if call.is_begun:
                 events.append(ToolArguments(slot=call.slot, text=arguments))
@@ -251,7 +250,7 @@ class MessagesReader:
             case "tool_use":
                 given = block.get("input")
                 if given:
-                    self._inputs[index] = orjson.dumps(given).decode()
+                    self._inputs[index] = json_text(given).decode()
                 else:
                     self._inputs[index] = ""
                 return [ToolBegin(slot=index, id=as_str(block.get("id")), name=as_str(block.get("name")))]

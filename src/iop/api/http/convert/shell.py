@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
 from iop.api.http.convert.answers import AnswerConverter, BrokenAnswerError, failure_of_body
 from iop.api.http.convert.events import Failure
 from iop.api.http.errors import Dialect, error_type
 from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList, RequestHead
+from iop.api.http.json_text import json_text
 from iop.core.errors import IopError, Unavailable
 
 __all__ = ["ConvertingExchange", "provider_head"]
@@ -166,8 +165,7 @@ class ConvertingExchange:
         if self.is_ended or self.is_gone:
             return
         if self._flows:
-            self._exchange.write(self._converter.finish())
-            self._end_flow()
+            self._end_stream()
         else:
             self._end_whole(b"".join(self._gathered))
 
@@ -176,8 +174,7 @@ class ConvertingExchange:
         if self.is_ended or self.is_gone:
             return
         if self._flows:
-            self._exchange.write(self._converter.finish())
-            self._end_flow()
+            self._end_stream()
             return
         self._refuse(
             Unavailable("The provider's answer ended before it was whole.", reason="upstream_truncated")
@@ -188,6 +185,16 @@ class ConvertingExchange:
     @property
     def _flows(self) -> bool:
         return self._is_events and self._is_stream and 200 <= self._status < 300
+
+    def _end_stream(self) -> None:
+        self._is_ended = True
+        try:
+            rest = self._converter.finish()
+        except BaseException:
+            self._exchange.cut()  # a bug of ours: nobody waits for what will not come, nor takes this for whole
+            raise
+        self._exchange.write(rest)
+        self._end_flow()
 
     def _end_flow(self) -> None:
         self._is_ended = True
@@ -227,7 +234,7 @@ class ConvertingExchange:
             body = {"type": "error", "error": error, "request_id": self._request_id}
         else:
             body = {"error": {"message": failure.message, "type": kind, "param": None, "code": failure.code}}
-        self._exchange.respond(status, [_JSON, *self._headers], orjson.dumps(body))
+        self._exchange.respond(status, [_JSON, *self._headers], json_text(body))
 
     def _refuse(self, error: IopError) -> None:
         self._is_ended = True

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-import orjson
-
 from iop.api.http.convert.blocks import BlockKind, Blocks, Move
 from iop.api.http.convert.events import Begin, Counted, Event, Failure, Finish, Stop
+from iop.api.http.json_text import json_text
 
 __all__ = ["AnswerTerms", "ChatWriter", "Writer", "cut_failure", "data_event", "named_event"]
 
@@ -59,13 +58,13 @@ class Writer(Protocol):
 
 def data_event(value: Mapping[str, Any]) -> bytes:
     """One event without a name."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    return b"data: " + json_text(value) + b"\n\n"
 
 
 def named_event(value: Mapping[str, Any]) -> bytes:
     """One event named by its type."""
     kind: str = value["type"]
-    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
+    return b"event: " + kind.encode() + b"\ndata: " + json_text(value) + b"\n\n"
 
 
 def cut_failure() -> Failure:
