@@ -13,7 +13,7 @@ from http_fleet import HttpFleet, fleet_of, post
 from iop.edge.calls import Outcome
 from iop.edge.snapshot import QueueSpec
 from iop.testing.http_site import RawCaller
-from iop.testing.stub_engine import StubCall, sse_events, whole_answer
+from iop.testing.stub_engine import StubCall, StubEngine, sse_events, whole_answer
 from iop.testing.waiting import eventually
 
 STREAM = b'{"model":"fast","messages":[],"stream":true}'
@@ -284,3 +284,30 @@ async def test_a_converted_stream_waits_in_the_callers_dialect(is_refused: bool)
         else:
             assert b"event: message_start\n" in seen and b"hello" in seen and b"event: message_stop\n" in seen
         await fleet.settled()
+
+
+@pytest.mark.clause("EN-112", "SF-06", "SF-24")
+async def test_a_stream_that_an_edge_behind_this_one_began_and_failed_is_told_so_and_sent_to_nobody_else() -> (
+    None
+):
+    async with StubEngine() as other, fleet_of(second_endpoint=other.endpoint) as fleet:
+
+        async def begin_and_fail(call: StubCall) -> None:
+            await call.start_events()
+            await call.chunk(b": waiting behind 0\n")
+            await call.chunk(
+                b'data: {"error":{"message":"full","type":"rate_limit_error","code":"queue_timeout"}}\n\n'
+            )
+            await call.end_chunks()
+
+        fleet.stub.script = other.script = begin_and_fail
+        caller = await fleet.call()
+        await caller.send(post(STREAM, b"x-request-id: begun"))
+        status, _, body = await caller.read_answer()
+        assert status == 200
+        assert body.startswith(b": waiting behind 0\n")
+        assert body.count(b'"code":"queue_timeout"') == 1
+        assert b"[DONE]" not in body
+        assert len(fleet.stub.calls) + len(other.calls) == 1
+        await fleet.settled()
+        assert fleet.outcome("begun") is not Outcome.COMPLETE
