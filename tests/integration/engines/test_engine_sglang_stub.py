@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engines_rig import EngineHarness, config_of, running
+from engines_rig import EngineHarness, ask, config_of, running
 from engines_steps import do, facing
 from replay_engine import Answer, ReplayEngine
 from safetensors.numpy import save_file
@@ -110,6 +111,41 @@ async def test_a_busy_flush_is_refused_in_the_engines_words() -> None:
         assert [cache.outcome for cache in outcome.caches] == [CacheOutcome.REFUSED]
 
 
+@pytest.mark.clause("AD-37", "AD-40")
+async def test_a_preempting_flush_takes_back_what_runs_and_lets_it_go_on() -> None:
+    engine = Sglang()
+    engine.running = 1
+    preempt = replace(FLUSH, busy_policy=BusyPolicy.PREEMPT)
+    async with in_front_of(engine) as adapter:
+        assert_all_ok(await do(adapter, preempt))
+        told = [(each.path, each.body) for each in engine.asked if each.method == "POST"]
+        assert told == [
+            ("/pause_generation", {"mode": "retract"}),
+            ("/flush_cache", None),
+            ("/continue_generation", {}),
+        ]
+        assert not engine.mode
+        assert (await ask(adapter, {})).status == 404, "its gate is as it was: the engine answered"
+        # What somebody froze stays where it stands, and so does its cache.
+        engine.running = 1
+        await do(adapter, pause(PauseMode.KEEP))
+        engine.forget()
+        (outcome,) = (await do(adapter, preempt)).participants
+        assert outcome.error is not None
+        assert engine.posts() == ["/flush_cache"]
+        assert engine.mode == "in_place"
+
+
+@pytest.mark.clause("AD-37", "AD-40")
+async def test_a_preempting_flush_that_leaves_the_engine_paused_is_no_success() -> None:
+    engine = Sglang()
+    engine.routes["POST /continue_generation"] = Answer.of({"status": "ok"})
+    async with in_front_of(engine) as adapter:
+        (outcome,) = (await do(adapter, replace(FLUSH, busy_policy=BusyPolicy.PREEMPT))).participants
+        assert outcome.error is not None
+        assert outcome.error.code is AdminErrorCode.VERIFICATION_FAILED
+
+
 @pytest.mark.clause("AD-41")
 async def test_frozen_requests_are_resumed_before_they_are_aborted() -> None:
     engine = Sglang()
@@ -128,6 +164,16 @@ async def test_looking_at_a_paused_engine_never_asks_for_a_generation() -> None:
         await do(adapter, pause(PauseMode.KEEP))
         await adapter.probe()
         assert not any(each.path.startswith("/health") for each in engine.asked)
+
+
+@pytest.mark.clause("AD-37")
+async def test_only_what_changes_nothing_is_asked_by_get_since_it_would_be_done() -> None:
+    engine = Sglang()
+    async with in_front_of(engine) as adapter:
+        await adapter.probe()
+        await adapter.read_back([adapter.participants()[0].participant_id])
+        asked = {each.path for each in engine.asked if each.method == "GET"}
+        assert asked <= {"/model_info", "/ready", "/ping", "/v1/loads", "/v1/models"}
 
 
 @pytest.mark.clause("AD-43")

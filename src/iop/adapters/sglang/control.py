@@ -14,12 +14,15 @@ Some of its routes end the server when they are called at the wrong time, which 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import ClassVar, Final
 
 import msgspec
 
 from iop.adapters.base import AdapterServices
+from iop.adapters.engine_http import EngineAnswer
 from iop.adapters.engine_profiles import DIRECTORY_VARIABLE, NEEDS_DIRECTORY
 from iop.adapters.gate_control import (
     ENGINE,
@@ -128,7 +131,9 @@ class SglangControl(NativeControl):
     OFFERS: ClassVar[tuple[Offer, ...]] = (
         Offer(operation=Op.PAUSE, detail="drain, abort, keep"),
         Offer(operation=Op.RESUME, detail="frozen requests go on"),
-        Offer(operation=Op.FLUSH_CACHES, detail="prefix; busy: fail, wait", needs="no data parallelism"),
+        Offer(
+            operation=Op.FLUSH_CACHES, detail="prefix; busy: fail, wait, preempt", needs="no data parallelism"
+        ),
         Offer(
             operation=Op.RELEASE_RESOURCES,
             detail="weights (offloaded with `--enable-weights-cpu-backup`, else discarded), KV cache, graphs",
@@ -237,7 +242,7 @@ class SglangControl(NativeControl):
             pause_modes=modes,
             quiesce_modes=modes if can_swap else frozenset(),
             cache_kinds=frozenset({CacheKind.PREFIX}) if can_flush else frozenset(),
-            busy_policies=frozenset({BusyPolicy.FAIL, BusyPolicy.WAIT}) if can_flush else frozenset(),
+            busy_policies=frozenset(BusyPolicy) if can_flush else frozenset(),
             resource_kinds=frozenset(_TAGS) if can_release else frozenset(),
             weight_retentions=frozenset({retention}) if can_release else frozenset(),
             weight_sources=sources if can_swap else frozenset(),
@@ -299,13 +304,16 @@ class SglangControl(NativeControl):
         await self._tell(
             "/pause_generation", {"mode": native}, timeout_s=min(call.timeout_s, PAUSE_TIMEOUT_S)
         )
+        await self._until_paused()
+        self._mode, self._frozen = mode, work.kept
+        return succeeded(work=work)
+
+    async def _until_paused(self) -> None:
         try:
             async with asyncio.timeout(EFFECT_TIMEOUT_S):
                 await self._until(self._is_paused_now)
         except TimeoutError:
             raise not_verified("the engine answered and is ready for requests as ever") from None
-        self._mode, self._frozen = mode, work.kept
-        return succeeded(work=work)
 
     async def _resume(self, call: StepCall) -> StepResult:  # noqa: ARG002 - the base's
         if self._is_paused and (self._released or self._released is None):
@@ -323,12 +331,15 @@ class SglangControl(NativeControl):
     # ---- caches ----
 
     async def _flush(self, call: StepCall, step: FlushStep) -> StepResult:
-        if set(step.kinds) != {CacheKind.PREFIX} or step.busy_policy is BusyPolicy.PREEMPT:
+        if set(step.kinds) != {CacheKind.PREFIX}:
             raise self._not_offered(Op.FLUSH_CACHES)
         wait_s = max(0, int(call.timeout_s) - 1) if step.busy_policy is BusyPolicy.WAIT else 0
-        answer = await self._http.post(
-            "/flush_cache", query={"timeout": str(wait_s)}, timeout_s=wait_s + PAUSE_TIMEOUT_S
-        )
+        # A pause that stands is somebody's: what it froze is not taken back for this.
+        if step.busy_policy is BusyPolicy.PREEMPT and not self._is_paused:
+            async with self._taken_back():
+                answer = await self._ask_flush(0)
+        else:
+            answer = await self._ask_flush(wait_s)
         outcome = CacheOutcome.CLEARED if answer.is_ok else CacheOutcome.REFUSED
         detail = "" if answer.is_ok else answer.words
         caches = (CacheResult(participant_id=ENGINE, kind=CacheKind.PREFIX, outcome=outcome, detail=detail),)
@@ -336,6 +347,26 @@ class SglangControl(NativeControl):
             busy = StepFailed(detail, code=AdminErrorCode.REFUSED_BUSY, changed=False, retryable=True)
             return failed(busy, caches=caches)
         return succeeded(caches=caches)
+
+    async def _ask_flush(self, wait_s: int) -> EngineAnswer:
+        return await self._http.post(
+            "/flush_cache", query={"timeout": str(wait_s)}, timeout_s=wait_s + PAUSE_TIMEOUT_S
+        )
+
+    @contextlib.asynccontextmanager
+    async def _taken_back(self) -> AsyncIterator[None]:
+        """What runs is back in the queue, without its cache, while the block runs; then it is computed anew."""
+        was_gated = self._is_gated
+        await self._tell("/pause_generation", {"mode": "retract"}, timeout_s=PAUSE_TIMEOUT_S)
+        try:
+            await self._until_paused()
+            yield
+        finally:
+            await self._tell("/continue_generation", {}, timeout_s=PAUSE_TIMEOUT_S)
+            is_paused = await self._is_paused_now()
+            self._is_gated = was_gated or is_paused
+        if is_paused:
+            raise not_verified("the engine answered and is still paused")
 
     # ---- memory ----
 
