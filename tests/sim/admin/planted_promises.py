@@ -122,7 +122,8 @@ async def stale_epoch(world: AdminWorld) -> None:
 async def lost_in_time(world: AdminWorld) -> None:
     async with world.server():
         world.fleet.arm(FaultKind.DISCONNECT, "a/0", "PauseStep")
-        operation_id = await world.submit(pause("op"))
+        # Whoever waits for the lost does so until the deadline, and busily: with a later one for a minute of a processor.
+        operation_id = await world.submit(pause("op", deadline_ms=60_000))
         await world.settle(1)
         world.core.participants_changed()
         await world.settle(200)
