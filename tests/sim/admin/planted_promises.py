@@ -122,7 +122,7 @@ async def stale_epoch(world: AdminWorld) -> None:
 async def lost_in_time(world: AdminWorld) -> None:
     async with world.server():
         world.fleet.arm(FaultKind.DISCONNECT, "a/0", "PauseStep")
-        # Whoever waits for the lost does so until the deadline, and busily: with a later one for a minute of a processor.
+        # Whoever waits for the lost does so until the deadline, and busily: with a later one for minutes.
         operation_id = await world.submit(pause("op", deadline_ms=60_000))
         await world.settle(1)
         world.core.participants_changed()
