@@ -5,6 +5,7 @@ P-09).
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 
 import pytest
@@ -76,6 +77,60 @@ async def test_damaged_answers_end_and_leave_the_fleet_as_it_was(seed: int) -> N
             fleet.stub.script = healthy
             status, _, body = await fleet.post(PLAIN)
             assert (status, body) == (200, b'{"healthy":true}'), (number, data)
+        assert fleet.edge.pools.leases.returned_total == 2 * ROUNDS
+
+
+RUN_LINES = (
+    b'{"model":"m","message":{"role":"assistant","content":"alpha "},"done":false}\n',
+    '{"model":"m","message":{"role":"assistant","content":"東京"},"done":false}\n'.encode(),
+    b'{"model":"m","message":{"content":"","tool_calls":[{"function":{"name":"f","arguments":{"a":1}}}]},"done":false}\n',
+    b'{"model":"m","done":true,"done_reason":"stop","prompt_eval_count":3,"eval_count":2}\n',
+)
+RAW_RUN = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + b"".join(b"%x\r\n%b\r\n" % (len(line), line) for line in RUN_LINES)
+    + b"0\r\n\r\n"
+)
+RUN_CALLERS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x"},
+}
+SUCCESS = (b"data: [DONE]", b"message_stop", b"response.completed")
+
+
+@pytest.mark.case("P-09")
+@pytest.mark.clause("SF-14", "EN-112", "SF-10")
+@pytest.mark.slow
+async def test_damaged_answers_of_runs_end_and_none_looks_whole_that_was_cut() -> None:
+    rng = random.Random(3)
+    async with fleet_of(capacity=1, is_ollama=True) as fleet:
+        for number in range(2 * ROUNDS):
+            data = damage(RAW_RUN, rng)
+
+            async def script(call: StubCall, data: bytes = data) -> None:
+                place = rng.randrange(len(data) + 1)
+                await call.write(data[:place])
+                await asyncio.sleep(0)
+                await call.write(data[place:])
+                call.close()
+
+            fleet.stub.script = script
+            path, asked = rng.choice(list(RUN_CALLERS.items()))
+            is_stream = rng.random() < 0.7
+            body = json.dumps({"model": "fast", "stream": is_stream, **asked}).encode()
+            caller = await fleet.call()
+            fields = (b"x-request-id: run-%d" % number, b"Connection: close")
+            await caller.send(post(body, *fields, path=path))
+            answer = await caller.read_to_end()
+            about = (number, path, data, answer)
+            assert answer.startswith(b"HTTP/1.1 "), about
+            if b'"done":true' not in data:
+                assert not any(sign in answer for sign in SUCCESS), about
+                assert is_stream or not answer.startswith(b"HTTP/1.1 200"), about
+            await fleet.settled()
+            assert fleet.outcome(f"run-{number}") is not None
         assert fleet.edge.pools.leases.returned_total == 2 * ROUNDS
 
 

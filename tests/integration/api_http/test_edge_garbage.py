@@ -28,7 +28,7 @@ from iop.net.edge_connection import OutboundHandle
 from iop.net.node_connection import InboundRunHandle, InboundTunnelHandle
 from iop.node.work import HeldRun, HeldTunnel
 from iop.testing.http_site import RawCaller
-from iop.testing.stub_engine import Script, StubCall, whole_answer
+from iop.testing.stub_engine import Script, StubCall, StubEngine, whole_answer
 from iop.testing.waiting import eventually
 from iop.wire.stream_edge import EdgeStream
 from iop.wire.stream_node import NodeStream
@@ -167,6 +167,20 @@ async def ask(fleet: HttpFleet, case: Case, caller: RawCaller) -> None:
         await caller.send(post(case.body, path=case.path))
         await caller.read_answer()
     await over(fleet)
+
+
+@pytest.mark.clause("SF-08", "SF-10")
+async def test_a_request_that_another_provider_took_leaves_no_cycle_behind() -> None:
+    several = CHAT[:-1] + b',"n":2}'
+    async with (
+        StubEngine(whole) as tunnel,
+        fleet_of(is_ollama=True, second_endpoint=tunnel.endpoint) as fleet,
+    ):
+        caller = await fleet.call()
+        with cyclic_garbage() as found:
+            await ask(fleet, Case(script=whole, body=several), caller)
+        assert (len(tunnel.calls), fleet.stub.calls) == (2, [])
+        assert not found
 
 
 @pytest.mark.clause("EN-110")
