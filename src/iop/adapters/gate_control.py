@@ -23,7 +23,7 @@ from iop.admin.enums import (
     PauseMode,
 )
 from iop.admin.participant import ProgressSink
-from iop.admin.profile import Capabilities, ParticipantInfo
+from iop.admin.profile import Capabilities, Lacking, ParticipantInfo
 from iop.admin.results import ParticipantError
 from iop.admin.steps import (
     ApplyWeightsStep,
@@ -64,6 +64,8 @@ GATE_MODES: Final = frozenset({PauseMode.DRAIN, PauseMode.ABORT})
 
 GATE_OPERATIONS: Final = frozenset({AdminOperationKind.PAUSE, AdminOperationKind.RESUME})
 
+
+NEVER_AT_A_GATE: Final = tuple(kind for kind in AdminOperationKind if kind not in GATE_OPERATIONS)
 
 GATE_CAPABILITIES: Final = Capabilities(operations=GATE_OPERATIONS, pause_modes=GATE_MODES)
 """Of an engine at which nothing was found."""
@@ -186,6 +188,9 @@ class GateControl:
                 capabilities=GATE_CAPABILITIES,
                 instance=self._life,
                 engine_name=self._name,
+                lacking=self._lacking_of(
+                    GATE_CAPABILITIES, dict.fromkeys(NEVER_AT_A_GATE, self._why_no_more)
+                ),
             ),
         )
 
@@ -352,6 +357,15 @@ class GateControl:
         return Unsupported(
             f"{self._name} does not offer {name} here" + (f": {why}" if why else ""), reason="NOT_OFFERED"
         )
+
+    def _lacking_of(
+        self, capabilities: Capabilities, reasons: Mapping[AdminOperationKind, str]
+    ) -> tuple[Lacking, ...]:
+        """What a refusal says of each; operations without a reason are left out."""
+        told = dict(reasons)
+        if PauseMode.KEEP not in capabilities.pause_modes:
+            told.setdefault(AdminOperationKind.PAUSE, f"{self._name} cannot freeze requests")
+        return tuple(Lacking(operation=kind, how=told[kind]) for kind in sorted(told) if told[kind])
 
     def _told(self, **known: object) -> ParticipantReadBack:
         return ParticipantReadBack(participant_id=ENGINE, instance=self._life, **known)  # type: ignore[arg-type]

@@ -46,6 +46,7 @@ class Observed:
         in_flight: requests it works on, whoever sent them; `None` when not told.
         queued: requests it holds back; `None` when not told.
         missing: why an operation of this kind is not offered here, and how to enable it.
+        lacking: the same of a part of one that is offered.
         startup_source: where the weights it started with can be read again, on this machine.
     """
 
@@ -56,6 +57,7 @@ class Observed:
     in_flight: int | None = None
     queued: int | None = None
     missing: dict[AdminOperationKind, str] = field(default_factory=dict)
+    lacking: dict[AdminOperationKind, str] = field(default_factory=dict)
     startup_source: DiskSource | None = None
 
 
@@ -134,6 +136,7 @@ class NativeControl(GateControl, abc.ABC):
                 engine_name=self.NAME,
                 engine_version=seen.engine_version,
                 startup_source=seen.startup_source,
+                lacking=self._lacking_of(seen.capabilities, {**seen.lacking, **seen.missing}),
             ),
         )
 

@@ -24,6 +24,10 @@ from iop.admin.requests import DiskSource, InlineTensorSource, WeightSource
 DIRECTORY_VARIABLE: Final = "IOP_WEIGHTS_DIR"
 """In the Node's environment: where the engine reads what was sent along."""
 
+NEEDS_WEIGHTS_DIRECTORY: Final = (
+    f"for tensors sent along name a directory that Node and engine see in the Node's {DIRECTORY_VARIABLE}"
+)
+
 BESIDE_BYTES_MAX: Final = 64 * 1024 * 1024
 """Larger files beside the weights are no configuration."""
 

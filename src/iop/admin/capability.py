@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import assert_never
+from typing import Final, assert_never
 
 from iop.admin.enums import AdminOperationKind, ReconfigurableField, WeightSourceKind
 from iop.admin.profile import Capabilities, ParticipantInfo
@@ -30,6 +30,11 @@ from iop.core.errors import IopError, PreconditionFailed, Unsupported
 __all__ = ["cancellable_kinds", "capability_refusals", "source_kind", "union_of"]
 
 
+HINTS_MAX: Final = 4
+HINT_CHARS_MAX: Final = 400
+"""A refusal lists a few ways to enable what it refuses; a fleet's participants lack things for the same few reasons."""
+
+
 def source_kind(source: WeightSource) -> WeightSourceKind:
     """The wire's name of a source."""
     match source:
@@ -53,7 +58,13 @@ def capability_refusals(request: MutationRequest, chosen: Sequence[ParticipantIn
         PreconditionFailed: LIMIT_EXCEEDED for a reconfigured value above what a participant allows.
     """
     kind = kind_of(request)
-    yield from _offered(f"operation {kind.name}", chosen, lambda c: kind in c.operations)
+    yield from _told_how(
+        kind, _offered(f"operation {kind.name}", chosen, lambda c: kind in c.operations), chosen
+    )
+    yield from _told_how(kind, _parts(request, chosen), chosen)
+
+
+def _parts(request: MutationRequest, chosen: Sequence[ParticipantInfo]) -> Iterator[IopError]:
     match request:
         case FlushCachesRequest():
             for cache in request.kinds:
@@ -101,6 +112,28 @@ def _offered(
             reason="UNSUPPORTED_BY_PARTICIPANT",
             details={"wish": wish, "participants": ",".join(lacking)},
         )
+
+
+def _told_how(
+    kind: AdminOperationKind, refusals: Iterable[IopError], chosen: Sequence[ParticipantInfo]
+) -> Iterator[IopError]:
+    """The refusals, with what those who lack it say about enabling it."""
+    for refusal in refusals:
+        named = set(refusal.details.get("participants", "").split(","))
+        hints = [
+            " ".join(lacking.how.split())[:HINT_CHARS_MAX]
+            for participant in chosen
+            if participant.participant_id in named
+            for lacking in participant.lacking
+            if lacking.operation is kind
+        ]
+        how = "; ".join(list(dict.fromkeys(hints))[:HINTS_MAX])
+        if how:
+            yield Unsupported(
+                f"{refusal.message} ({how})", reason=refusal.reason, details={**refusal.details, "how": how}
+            )
+        else:
+            yield refusal
 
 
 def _release(request: ReleaseResourcesRequest, chosen: Sequence[ParticipantInfo]) -> Iterator[IopError]:

@@ -98,7 +98,7 @@ ONEOF_MEMBERS: Final[Mapping[type, str]] = MappingProxyType(
 
 LOCAL_FIELDS: Final[Mapping[type, frozenset[str]]] = MappingProxyType(
     {
-        ParticipantInfo: frozenset({"aliases", "instance", "startup_source"}),
+        ParticipantInfo: frozenset({"aliases", "instance", "lacking", "startup_source"}),
         # The profile's own sums leave these out; each participant tells its own.
         Capabilities: frozenset(
             {"weight_formats", "capacity_max", "data_parallel_size_max", "holds_previous_weights"}

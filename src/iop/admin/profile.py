@@ -32,6 +32,7 @@ __all__ = [
     "AdminParticipant",
     "AdminProfile",
     "Capabilities",
+    "Lacking",
     "ModelWeights",
     "ParticipantInfo",
 ]
@@ -67,6 +68,14 @@ class Capabilities:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lacking:
+    """Why an operation, or a part of it, is not offered, and how to enable it, in words for people."""
+
+    operation: AdminOperationKind
+    how: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParticipantInfo:
     """One participant as its driver knows it; the driver's part of the profile.
 
@@ -92,6 +101,7 @@ class ParticipantInfo:
     rank: int | None = None
     engine_name: str = ""
     engine_version: str = ""
+    lacking: tuple[Lacking, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

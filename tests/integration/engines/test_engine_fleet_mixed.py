@@ -131,12 +131,17 @@ async def test_each_kind_gets_its_share_and_the_official_clients_see_one_model(f
 @pytest.mark.clause("AD-15", "AD-19", "AD-37", "AD-39", "AD-41", "AD-42")
 async def test_one_pause_covers_all_four_and_what_some_lack_is_refused_by_name(fleet: MixedFleet) -> None:
     async with client_of(fleet) as client:
-        for request in (pause(PauseMode.KEEP), flush(), update()):
+        for request, hows in (
+            (pause(PauseMode.KEEP), ("cannot freeze requests",)),
+            (flush(), ("--slot-save-path", "command-line agents have no control interface")),
+            (update(), ("command-line agents have no control interface",)),
+        ):
             with pytest.raises(Unsupported) as lacking:
                 await fleet.operate(request)
             named = {name for name in KINDS if f"n1/{name}/" in lacking.value.message}
             # This llama.cpp was not told where to keep slots, so it cannot flush either.
             assert named == {"llama", "agent"}, lacking.value.message
+            assert all(how in lacking.value.message for how in hows), lacking.value.message
             assert not any((await fleet.gates()).values())
         paused = await fleet.operate(pause(PauseMode.DRAIN))
         assert paused.state is AdminOperationState.SUCCEEDED, paused.error

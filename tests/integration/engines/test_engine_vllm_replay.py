@@ -594,7 +594,7 @@ async def test_tensors_over_a_group_are_refused_before_anything_is_sent() -> Non
     async with in_front_of(engine) as adapter:
         (info,) = adapter.participants()
         assert info.capabilities.weight_sources == {WeightSourceKind.DISK}
-        with pytest.raises(Unsupported, match=r"start it .* --weight-transfer-config"):
+        with pytest.raises(Unsupported, match=r"start vLLM .* --weight-transfer-config"):
             await do(adapter, PrepareWeightsStep(model="m", source=GROUP, weight_version="v"))
         assert engine.posts() == []
 

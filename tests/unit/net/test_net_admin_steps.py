@@ -8,7 +8,7 @@ import typing
 import pytest
 
 from iop.admin import enums, requests, results, steps
-from iop.admin.profile import Capabilities, ParticipantInfo
+from iop.admin.profile import Capabilities, Lacking, ParticipantInfo
 from iop.core.errors import InvalidRequest, LocalProtocolError, RemoteProtocolError
 from iop.net.admin_steps import _ARMS, _BYTES_PER_ELEMENT, AdminStepCodec
 from iop.pb.iop import runtime_pb2 as pb
@@ -225,6 +225,7 @@ def test_participants_survive_the_wire_with_every_capability() -> None:
             connected=False,
             startup_source=DISK,
             rank=0,
+            lacking=(Lacking(operation=enums.AdminOperationKind.FLUSH_CACHES, how="start it so"),),
         )
         assert SUBJECT.decode_info(SUBJECT.encode_info(info)) == info
 

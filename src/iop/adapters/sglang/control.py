@@ -37,7 +37,7 @@ from iop.adapters.gate_control import (
 from iop.adapters.native_control import NativeControl, Observed
 from iop.adapters.sglang.profiles import Profiles
 from iop.adapters.sglang.weights import WeightSwap
-from iop.adapters.staged_weights import StagedWeights
+from iop.adapters.staged_weights import NEEDS_WEIGHTS_DIRECTORY, StagedWeights
 from iop.adapters.trainer_group import BACKENDS
 from iop.admin.enums import (
     AdminErrorCode,
@@ -211,6 +211,7 @@ class SglangControl(NativeControl):
             in_flight=sum(each.num_running_reqs for each in loads),
             queued=sum(each.num_waiting_reqs for each in loads),
             missing=missing,
+            lacking=_lacking_of(capabilities),
             startup_source=self._startup_source,
         )
 
@@ -422,6 +423,12 @@ class SglangControl(NativeControl):
             if self._model.weight_version != step.weight_version:
                 raise not_verified("the engine reports another weight version than was published")
         return result
+
+
+def _lacking_of(capabilities: Capabilities) -> dict[Op, str]:
+    if WeightSourceKind.INLINE_TENSORS in capabilities.weight_sources:
+        return {}
+    return {Op.UPDATE_WEIGHTS: NEEDS_WEIGHTS_DIRECTORY}
 
 
 def _tags(kinds: frozenset[ResourceKind] | set[ResourceKind]) -> list[str]:

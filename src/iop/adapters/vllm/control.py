@@ -43,7 +43,7 @@ from iop.adapters.vllm.answers import (
     WeightInfo,
 )
 from iop.adapters.vllm.elastic import SIZE, ElasticSize
-from iop.adapters.vllm.offer import MODES, OFFERS, RESETS, TAGS, offered
+from iop.adapters.vllm.offer import MODES, OFFERS, RESETS, TAGS, lacking_of, offered
 from iop.adapters.vllm.profiles import Profiles
 from iop.adapters.vllm.weights import WeightSwap
 from iop.admin.enums import (
@@ -158,6 +158,7 @@ class VllmControl(NativeControl):
             in_flight=load.running,
             queued=load.waiting,
             missing=missing,
+            lacking=lacking_of(self._paths, capabilities),
             startup_source=self._startup_source(),
         )
 

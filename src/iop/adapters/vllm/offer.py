@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from iop.adapters.gate_control import GATE_MODES, GATE_OPERATIONS, Offer
+from iop.adapters.staged_weights import NEEDS_WEIGHTS_DIRECTORY
 from iop.adapters.trainer_group import BACKENDS
 from iop.adapters.vllm.answers import Launch
 from iop.adapters.vllm.elastic import SCALE_ROUTE
@@ -29,7 +30,11 @@ NEEDS_DEV: Final = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 NEEDS_DOCS: Final = "start vLLM without --disable-fastapi-docs, so that its routes can be seen"
 NEEDS_SLEEP: Final = "start vLLM with --enable-sleep-mode (GPU only)"
 NEEDS_ELASTIC: Final = (
-    "start vLLM with --enable-elastic-ep, --enable-eplb and --elastic-ep-max-dp-size (GPUs, a model of experts)"
+    "start vLLM with --enable-elastic-ep, --enable-eplb and --elastic-ep-max-dp-size (GPU, experts)"
+)
+NEEDS_TRANSFER: Final = (
+    'for a broadcast start vLLM on GPUs with --weight-transfer-config \'{"backend":"nccl"}\', for device handles with '
+    '\'{"backend":"ipc"}\' and VLLM_ALLOW_INSECURE_SERIALIZATION=1'
 )
 NEEDS_PROFILER: Final = "start vLLM with --profiler-config naming a profiler and a directory"
 
@@ -153,6 +158,22 @@ def offered(
         else frozenset(),
         data_parallel_size_max=launch.data_parallel_max if is_elastic else None,
     ), missing
+
+
+def lacking_of(paths: frozenset[str], capabilities: Capabilities) -> dict[Op, str]:
+    """How to get the parts of what is offered that are not.
+
+    Args:
+        paths: its routes.
+    """
+    lacking: dict[Op, str] = {}
+    if PauseMode.KEEP not in capabilities.pause_modes:
+        lacking[Op.PAUSE] = NEEDS_DEV if paths else NEEDS_DOCS
+    if not capabilities.weight_sources >= {WeightSourceKind.DISTRIBUTED, WeightSourceKind.IPC}:
+        lacking[Op.UPDATE_WEIGHTS] = NEEDS_TRANSFER
+        if WeightSourceKind.INLINE_TENSORS not in capabilities.weight_sources:
+            lacking[Op.UPDATE_WEIGHTS] += f"; {NEEDS_WEIGHTS_DIRECTORY}"
+    return lacking
 
 
 def _sources(paths: frozenset[str], launch: Launch) -> frozenset[WeightSourceKind]:

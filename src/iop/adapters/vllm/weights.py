@@ -23,6 +23,7 @@ from iop.adapters.staged_weights import StagedWeights
 from iop.adapters.trainer_group import check_group
 from iop.adapters.vllm import transfer
 from iop.adapters.vllm.answers import Checksums, Completion
+from iop.adapters.vllm.offer import NEEDS_TRANSFER
 from iop.admin.enums import AdminErrorCode, VerificationMethod, WeightSourceKind
 from iop.admin.requests import DiskSource, DistributedSource, IpcSource, WeightSource
 from iop.admin.steps import (
@@ -38,11 +39,6 @@ from iop.core.errors import PreconditionFailed, Unsupported
 
 RELOAD_METHOD: Final = "reload_weights"
 """The only worker method that is ever called by name: `/collective_rpc` would take any."""
-
-NEEDS_TRANSFER: Final = (
-    "this vLLM takes no weights from there: for a broadcast start it on GPUs with --weight-transfer-config "
-    '\'{"backend":"nccl"}\'; for device handles with \'{"backend":"ipc"}\' and VLLM_ALLOW_INSECURE_SERIALIZATION=1'
-)
 
 CHECKSUM_TIMEOUT_S: Final = 600.0
 """It reads all weights."""
@@ -154,7 +150,9 @@ class WeightSwap:
                     source, ranks=await transfer.world_size(self._http), current=await self._layout()
                 )
             case _:
-                raise Unsupported(NEEDS_TRANSFER, reason="WEIGHT_SOURCE")
+                raise Unsupported(
+                    f"this vLLM takes no weights from there: {NEEDS_TRANSFER}", reason="WEIGHT_SOURCE"
+                )
 
     async def _layout(self) -> checkpoint.Layout:
         return await asyncio.to_thread(checkpoint.read_layout, Path(self._path)) if self._path else {}

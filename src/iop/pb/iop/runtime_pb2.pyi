@@ -1757,6 +1757,7 @@ class ParticipantInfo(_message.Message):
     ENGINE_NAME_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     STARTUP_SOURCE_FIELD_NUMBER: _builtins.int
+    LACKING_FIELD_NUMBER: _builtins.int
     participant_id: _builtins.str
     group_id: _builtins.str
     """Participants with one group act only together."""
@@ -1778,6 +1779,10 @@ class ParticipantInfo(_message.Message):
     def startup_source(self) -> Global___WeightSource:
         """Where the weights that its engine started with can be read again, if anywhere."""
 
+    @_builtins.property
+    def lacking(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lacking]:
+        """Why operations, or parts of them, are not offered, and how to enable them. For people; an older Node tells none."""
+
     def __init__(
         self,
         *,
@@ -1794,16 +1799,39 @@ class ParticipantInfo(_message.Message):
         engine_name: _builtins.str = ...,
         engine_version: _builtins.str = ...,
         startup_source: Global___WeightSource | None = ...,
+        lacking: _abc.Iterable[Global___Lacking] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "capabilities", b"capabilities", "rank", b"rank", "startup_source", b"startup_source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "aliases", b"aliases", "capabilities", b"capabilities", "connected", b"connected", "engine_name", b"engine_name", "engine_version", b"engine_version", "group_id", b"group_id", "instance", b"instance", "models", b"models", "node", b"node", "participant_id", b"participant_id", "provider", b"provider", "rank", b"rank", "startup_source", b"startup_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "aliases", b"aliases", "capabilities", b"capabilities", "connected", b"connected", "engine_name", b"engine_name", "engine_version", b"engine_version", "group_id", b"group_id", "instance", b"instance", "lacking", b"lacking", "models", b"models", "node", b"node", "participant_id", b"participant_id", "provider", b"provider", "rank", b"rank", "startup_source", b"startup_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
 
 Global___ParticipantInfo: _TypeAlias = ParticipantInfo  # noqa: Y015
+
+@_typing.final
+class Lacking(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_FIELD_NUMBER: _builtins.int
+    HOW_FIELD_NUMBER: _builtins.int
+    operation: _admin_pb2.AdminOperationKind.ValueType
+    how: _builtins.str
+    def __init__(
+        self,
+        *,
+        operation: _admin_pb2.AdminOperationKind.ValueType = ...,
+        how: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["how", b"how", "operation", b"operation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lacking: _TypeAlias = Lacking  # noqa: Y015
 
 @_typing.final
 class ModelAlias(_message.Message):
