@@ -98,6 +98,14 @@ def test_nobody_can_drop_a_bodys_type_by_naming_it() -> None:
     assert kept == [(b"content-type", b"t")]
 
 
+@pytest.mark.clause("SF-04", "SF-14", "SF-24")
+def test_what_another_edge_says_of_its_answer_passes_and_what_it_says_of_itself_does_not() -> None:
+    told = [(b"X-Iop-Origin", b"edge"), (b"x-iop-reason", b"queue_full"), (b"x-iop-estimate", b"1")]
+    told += [(b"x-iop-converted", b"messages"), (b"x-iop-dropped", b"seed")]
+    own = [(b"x-iop-provider", b"p-1"), (b"x-iop-queue-ms", b"3"), (b"x-iop-weight-version", b"v")]
+    assert provider_headers([*told, *own]) == [(name.lower(), value) for name, value in told]
+
+
 @pytest.mark.clause("SF-04")
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_plain_bytes_are_asked_for_unless_the_caller_reads_others(is_stream: bool) -> None:

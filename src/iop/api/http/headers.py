@@ -61,6 +61,13 @@ _NEVER_TO_CALLER: Final = _HOP_BY_HOP | {
 }
 
 _OURS: Final = b"x-iop-"
+
+_OF_ANOTHER_EDGE: Final = frozenset(
+    {b"x-iop-origin", b"x-iop-reason", b"x-iop-converted", b"x-iop-dropped", b"x-iop-estimate"}
+)
+"""What a provider that is an Edge itself says of its answer and the caller has to know: who made it, what was converted
+or let go, that it is an estimate (SF-24). Its other fields tell of its own queue and providers."""
+
 _USUAL_CONNECTIONS: Final = frozenset({b"keep-alive", b"close"})
 _NOTHING: Final[frozenset[bytes]] = frozenset()
 
@@ -121,7 +128,7 @@ def provider_headers(headers: Sequence[tuple[bytes, bytes]]) -> HeaderList:
         if lowered in _NEVER_TO_CALLER:
             if lowered == b"connection" and value.lower() not in _USUAL_CONNECTIONS:
                 named |= _named_by_connection([(lowered, value)])
-        elif not lowered.startswith(_OURS):
+        elif not lowered.startswith(_OURS) or lowered in _OF_ANOTHER_EDGE:
             kept.append((lowered, value))
     return [field for field in kept if field[0] not in named] if named else kept
 
