@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 from iop.admin.crew import CrewTiming, GroupReport, read_back_all
 from iop.admin.enums import AdminErrorCode, ParticipantPhase
@@ -24,6 +25,9 @@ from iop.core.ids import GroupId, OperationId, ParticipantId
 __all__ = ["EndedElsewhereError", "ExecutorPorts", "ExecutorTiming", "Ledger", "may_have_effect"]
 
 logger = logging.getLogger(__name__)
+
+READ_AGAIN_S: Final = 0.25
+"""Between two questions to an engine that does not tell yet how it stands."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +153,24 @@ class Ledger:
         seen = await read_back_all(self.ports.driver, ids, timeout_s=timeout_s)
         self.ports.last_seen.update({p: s for p, s in seen.items() if s.reachable})
         return seen
+
+    async def read_until_told(
+        self, groups: Sequence[GroupMembers]
+    ) -> Mapping[ParticipantId, ParticipantReadBack]:
+        """Read whole groups back for good: who is connected and does not tell is asked again, within the same bound.
+
+        Nothing is told of ranks that a step which was given up still acts on, and it soon is: that alone is no reason
+        to take a group for unknown (AD-31).
+        """
+        until = self.ports.clock.monotonic() + self.ports.timing.crew.read_back_timeout_s
+        seen = dict(await self.read_groups(groups))
+        while True:
+            connected = {p.participant_id for p in self.ports.driver.participants() if p.connected}
+            silent = [p for p, told in seen.items() if not told.reachable and p in connected]
+            if not silent or self.ports.clock.monotonic() >= until:
+                return seen
+            await asyncio.sleep(READ_AGAIN_S)
+            seen.update(await self.read(silent))
 
     def instances(self) -> Mapping[ParticipantId, str]:
         """The engine process of each participant, as last reached."""

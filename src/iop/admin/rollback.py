@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from iop.admin import settle
+from iop.admin.crew import GroupReport
 from iop.admin.desired import Desired
 from iop.admin.enums import AdminOperationKind, AdminOperationState, CacheOutcome, ParticipantPhase
 from iop.admin.goals import Goal
@@ -47,7 +48,7 @@ class Rollback:
         target = settle.without_operation(snapshot.desired, self._ledger.record)
         infos = {p.participant_id: p for p in self._ports.driver.participants()}
         touched = [g for g in self._ledger.record.spec.groups if g.group_id in self._ledger.touched_groups()]
-        seen = await self._ledger.read_groups(touched)
+        seen = await self._ledger.read_until_told(touched)
         for group in touched:
             members = [infos[p] for p in group.participant_ids if p in infos]
             why = bad.pop(group.group_id, "") or divergence(target, members, seen)
@@ -111,7 +112,8 @@ class Rollback:
             is_undo=True,
         )
         for report in reports.values():
-            if not report.is_ok:
+            # Who obeyed and could not be read back yet is judged with the rest, when all is taken back.
+            if not report.is_ok and not _was_obeyed(report):
                 first = next(iter(report.errors.values()))
                 bad[report.group_id] = f"its undo failed: {first.message}"
 
@@ -171,7 +173,7 @@ class Rollback:
             )
             if not all(report.is_ok for report in reports.values()):
                 break
-        return divergence(target, members, await self._ledger.read_groups([group]))
+        return divergence(target, members, await self._ledger.read_until_told([group]))
 
     async def _note_rolled_back(self, touched: Sequence[GroupMembers], bad: Mapping[GroupId, str]) -> None:
         statuses = tuple(
@@ -197,7 +199,7 @@ class Rollback:
         suspects = [g for g in spec.groups if g.group_id in touched - done]
         stops_profile = spec.kind is AdminOperationKind.STOP_PROFILE
         rest = [g for g in spec.groups if g.group_id not in done] if stops_profile else suspects
-        seen = await self._ledger.read_groups(rest)
+        seen = await self._ledger.read_until_told(rest)
         quarantine = {}
         for group in suspects:
             why = self._is_unknown(snapshot, group, seen)
@@ -262,6 +264,12 @@ def _undo_started(record: OperationRecord, failure: AdminError) -> Advance:
         phase=ParticipantPhase.ROLLING_BACK, done=0, total=1, unit="steps", message=failure.message
     )
     return Advance(moves=moves, events=(progress,))
+
+
+def _was_obeyed(report: GroupReport) -> bool:
+    """Whether every participant answered that it did the step."""
+    obeyed = {o.participant_id for o in report.result.participants if o.error is None}
+    return obeyed.issuperset(report.call.participant_ids)
 
 
 def _has_refused(record: StepRecord) -> bool:

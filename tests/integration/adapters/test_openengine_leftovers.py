@@ -8,12 +8,14 @@ and must not stand in the way of what heals it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from openengine_rig import Held
 from test_openengine_adapter import DISK, AdminRig, admin, pause, running
 
+from iop.adapters.openengine.admin_rpc import AdminRpc
+from iop.admin.core import MutationCall
 from iop.admin.enums import (
     AdmissionPolicy,
     BusyPolicy,
@@ -22,7 +24,14 @@ from iop.admin.enums import (
     ProfilerKind,
     ResourceKind,
 )
-from iop.admin.requests import AllTargets, MutationOptions, PauseSpec, ReleaseResourcesRequest
+from iop.admin.requests import (
+    AllTargets,
+    MutationOptions,
+    PauseSpec,
+    ReleaseResourcesRequest,
+    ResumeRequest,
+)
+from iop.admin.results import AdminOperation
 from iop.admin.steps import (
     ApplyWeightsStep,
     FlushStep,
@@ -119,6 +128,55 @@ async def test_work_that_a_left_pause_froze_goes_on_before_it_is_drained(admin: 
     assert_all_ok(await admin.step(pause(PauseMode.DRAIN), operation="newer"))
     assert [type(call.body) for call in fleet.calls] == [PauseStep, ResumeStep, PauseStep]
     assert fleet.frozen["g"] == 0  # type: ignore[index]
+
+
+@pytest.mark.clause("AD-36", "AD-39")
+async def test_a_mutation_that_is_given_up_on_its_way_is_found_by_whoever_takes_it_back(
+    admin: AdminRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+    core = admin.engine.world.core
+    accept = core._accept
+
+    async def late(call: MutationCall) -> OperationId:
+        arrived.set()
+        await go_on.wait()
+        return await accept(call)
+
+    monkeypatch.setattr(core, "_accept", late)
+    call = step_call(admin.adapter, pause(), operation="gone")
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        step = tasks.create_task(admin.adapter.execute_step(call, lambda _: None))
+        await arrived.wait()
+        step.cancel()
+        asyncio.get_running_loop().call_later(0.2, go_on.set)  # long after somebody would have looked for it
+    monkeypatch.undo()
+    assert_all_ok(await admin.step(ResumeStep(), operation="gone", step=2))
+    await go_on.wait()
+    await settled(admin)
+    assert len(admin.engine.world.store.records) >= 1
+    assert admin.engine.world.store.desired.pauses == {}
+    assert not any(rank.paused for rank in admin.engine.world.fleet.members("g"))
+
+
+@pytest.mark.clause("AD-36", "AD-37")
+async def test_a_pause_that_ends_by_itself_as_it_is_taken_back_is_no_failure(
+    admin: AdminRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_all_ok(await admin.step(pause(), operation="left"))
+    unfinished = AdminRpc.unfinished
+
+    async def ends_first(rpc: AdminRpc) -> Sequence[AdminOperation]:
+        async with admin.other() as other:
+            for epoch in list(admin.engine.world.store.desired.pauses):
+                async for _ in other.submit(
+                    ResumeRequest(options=MutationOptions(idempotency_key="theirs"), pause_epoch=epoch)
+                ):
+                    pass
+        return await unfinished(rpc)
+
+    monkeypatch.setattr(AdminRpc, "unfinished", ends_first)
+    assert_all_ok(await admin.step(ResumeStep(), operation="left", step=2))
 
 
 @pytest.mark.clause("AD-37", "AD-44")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 
@@ -12,7 +13,8 @@ from iop.admin.enums import CacheOutcome
 from iop.admin.participant import ProgressSink
 from iop.admin.requests import MutationRequest
 from iop.admin.results import OperationFailed
-from iop.admin.steps import FlushStep, StepCall, StepResult
+from iop.admin.steps import FlushStep, ParticipantReadBack, StepCall, StepResult
+from iop.core.ids import ParticipantId
 from iop.testing.admin_world import AdminWorld, run_world
 from iop.testing.fake_participants import FaultKind
 
@@ -66,6 +68,49 @@ def test_a_flush_whose_answer_never_came_may_have_left_something() -> None:
             world.fleet.arm(FaultKind.HANG, "b/0", "FlushStep")
             ended = await failed(world, flush(deadline_ms=2000))
             assert not ended.error.rolled_back
+
+    run_world(scenario)
+
+
+def tell_nothing(world: AdminWorld, *, for_s: float) -> None:
+    """Engines of group a that tell nothing of themselves for a while after a step of theirs was given up."""
+    read_back, execute, silent_until = world.fleet.read_back, world.fleet.execute, -1.0
+
+    async def given_up(call: StepCall, report: ProgressSink) -> StepResult:
+        nonlocal silent_until
+        try:
+            return await execute(call, report)
+        except asyncio.CancelledError:
+            silent_until = world.clock.monotonic() + for_s
+            raise
+
+    async def told(ids: Sequence[ParticipantId]) -> Sequence[ParticipantReadBack]:
+        is_silent = world.clock.monotonic() < silent_until
+        return [
+            dataclasses.replace(each, reachable=False)
+            if is_silent and each.participant_id.startswith("a/")
+            else each
+            for each in await read_back(ids)
+        ]
+
+    world.fleet.execute = given_up  # type: ignore[method-assign]
+    world.fleet.read_back = told  # type: ignore[method-assign]
+
+
+@pytest.mark.clause("AD-29", "AD-31")
+@pytest.mark.parametrize("kind", ["flush", "pause"])
+@pytest.mark.parametrize(("for_s", "quarantined"), [(4.0, ()), (1000.0, ("a/0", "a/1"))])
+def test_an_engine_that_tells_nothing_for_a_moment_is_asked_again_before_it_is_quarantined(
+    kind: str, for_s: float, quarantined: tuple[str, ...]
+) -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            tell_nothing(world, for_s=for_s)
+            step = "FlushStep" if kind == "flush" else "PauseStep"
+            world.fleet.arm(FaultKind.HANG, "a/0", step)
+            request = flush(deadline_ms=2000) if kind == "flush" else pause(deadline_ms=2000)
+            ended = await failed(world, request)
+            assert ended.error.quarantined == quarantined
 
     run_world(scenario)
 

@@ -78,6 +78,12 @@ REATTACH_MAX_S: Final = 1.5
 Whoever asked for it knows how long to wait (AD-25).
 """
 
+GIVEN_UP_S: Final = 2.0
+"""How long a mutation that is given up is waited for until the engine has accepted or refused it.
+
+One that is on its way when its caller leaves would be accepted after whoever comes next has looked for it.
+"""
+
 _RUNNING_MAX: Final = 100
 """Operations in one answer; the contract's servers give no more."""
 
@@ -274,8 +280,8 @@ class AdminRpc:
     ) -> OperationResult:
         call = getattr(self._stub, rpc)(message, metadata=self._metadata)
         try:
+            raw = await _first_event(call)
             while True:
-                raw = await call.read()
                 if raw is END_OF_CALL:
                     raise RemoteProtocolError(
                         "the engine ended an operation's stream without its end", reason="NO_TERMINAL_EVENT"
@@ -296,6 +302,7 @@ class AdminRpc:
                         on_progress(status)
                     case _:
                         pass
+                raw = await call.read()
         finally:
             call.cancel()
 
@@ -305,6 +312,31 @@ class AdminRpc:
             return await getattr(self._stub, rpc)(message, metadata=self._metadata, timeout=timeout_s)
         except grpc.aio.AioRpcError as exc:
             raise error_of(exc) from exc
+
+
+async def _first_event(call: Any) -> Any:
+    """What the engine says first; whoever is cancelled meanwhile still waits for it, within a bound."""
+    answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def read() -> None:
+        try:
+            answered.set_result(await call.read())
+        except grpc.aio.AioRpcError as exc:
+            answered.set_exception(exc)
+
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(read(), name="first event")
+        try:
+            await asyncio.wait({reading})
+        except asyncio.CancelledError:
+            if not reading.done():
+                await asyncio.wait({reading}, timeout=GIVEN_UP_S)
+            reading.cancel()
+            raise
+        finally:
+            if answered.done() and not answered.cancelled():
+                answered.exception()  # looked at, so that nobody is told of it when the caller has left
+    return answered.result()
 
 
 def _operation_of_key(error: IopError) -> str:

@@ -220,20 +220,16 @@ class OpenEngineControl:
 
     async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
         """As :meth:`iop.adapters.base.Adapter.execute_step`."""
-        try:
-            profile = await self._refresh()
-        except (Unauthenticated, PermissionDenied) as exc:
-            return steps.refused(call, exc)
-        except (DeadlineExceeded, RemoteProtocolError) as exc:
-            raise Unavailable(exc.message, reason=exc.reason) from exc
         own = steps.nested_key(call)
         self._under_way.add(own)
         try:
-            if await self._end_what_was_given_up(call):
-                profile = await self._refresh()
+            # The profile is read once nothing older acts any more: what that did may end by itself meanwhile.
+            profile = await self._profile_of_its_own(call)
             result = await self._dispatch(call, profile, report)
         except OperationFailedError as exc:
             result = steps.failed_by(call, exc.error)
+        except (Unauthenticated, PermissionDenied) as exc:
+            return steps.refused(call, exc)
         except (Unavailable, Unsupported):
             raise
         except IopError as exc:
@@ -245,14 +241,26 @@ class OpenEngineControl:
 
     # -- steps --
 
-    async def _end_what_was_given_up(self, call: StepCall) -> bool:
-        """End mutations of ours that still run on these ranks for an older step (AD-36); whether there were any.
+    async def _profile_of_its_own(self, call: StepCall) -> AdminProfile:
+        """The engine's profile with no older step of ours under way.
+
+        Raises:
+            Unavailable: nobody answers in time, or not in the contract's words.
+        """
+        try:
+            await self._end_what_was_given_up(call)
+            return await self._refresh()
+        except (DeadlineExceeded, RemoteProtocolError) as exc:
+            raise Unavailable(exc.message, reason=exc.reason) from exc
+
+    async def _end_what_was_given_up(self, call: StepCall) -> None:
+        """End mutations of ours that still run on these ranks for an older step (AD-36).
 
         A step that nobody waits for any more leaves its mutation running. What that still does must not come after
         what this step does: its undo, perhaps.
         """
         if isinstance(call.body, JudgeReconfigureStep):
-            return False
+            return
         own = steps.nested_key(call)
         ids = set(call.participant_ids)
         older = [
@@ -266,7 +274,6 @@ class OpenEngineControl:
         for each in older:
             _log.info("engine_operation.called_off op_id=%s", each.operation_id)
             await self._admin().call_off(each.operation_id)
-        return bool(older)
 
     async def _dispatch(self, call: StepCall, profile: AdminProfile, report: ProgressSink) -> StepResult:
         match call.body:
