@@ -206,7 +206,11 @@ async def responses_backend(call: StubCall) -> None:
     if reasoning:
         summary = [{"type": "summary_text", "text": reasoning}]
         output.append({"type": "reasoning", "id": "rs", "summary": summary, "content": []})
-    text = {"type": "output_text", "text": "".join(texts), "annotations": []}
+    text: dict[str, Any] = {"type": "output_text", "text": "".join(texts), "annotations": []}
+    scores = [{"token": "x", "logprob": -0.5, "bytes": [], "top_logprobs": []}]
+    if "message.output_text.logprobs" not in (body.get("include") or ()):
+        scores = []
+    text["logprobs"] = scores
     output.append(
         {"type": "message", "id": "o", "role": "assistant", "status": "completed", "content": [text]}
     )
@@ -263,10 +267,12 @@ async def responses_backend(call: StubCall) -> None:
             part = {"content_index": 0, **place}
             events.append({"type": "response.content_part.added", **part, "part": text | {"text": ""}})
             events += [
-                {"type": "response.output_text.delta", **part, "delta": piece, "logprobs": []}
+                {"type": "response.output_text.delta", **part, "delta": piece, "logprobs": scores}
                 for piece in texts
             ]
-            events.append({"type": "response.output_text.done", **part, "text": text["text"], "logprobs": []})
+            events.append(
+                {"type": "response.output_text.done", **part, "text": text["text"], "logprobs": scores}
+            )
         else:
             done = {"type": "response.function_call_arguments.done", "arguments": item["arguments"]}
             events.append(place | done | {"name": item["name"]})
