@@ -320,11 +320,16 @@ class DispatchHandle:
             raise
         finally:
             outcome = outcome_of_status(attempt.status) if error is None else outcome_of_error(error)
+            reason = "" if error is None else error.code
             if self._is_truncated:
                 outcome, verdict = Outcome.UPSTREAM_TRUNCATED, Verdict.FAILURE
-            reason = "" if error is None else error.code
+                reason = reason or StreamErrorCode.UPSTREAM_TRUNCATED.value
             if is_broken:
-                outcome, verdict, reason = Outcome.UPSTREAM_ERROR, Verdict.NEUTRAL, StreamErrorCode.INTERNAL.value
+                outcome, verdict, reason = (
+                    Outcome.UPSTREAM_ERROR,
+                    Verdict.NEUTRAL,
+                    StreamErrorCode.INTERNAL.value,
+                )
             self._settle(outcome, reason)
             shell.give_back(attempt, verdict)
             attempt.forget_sink()
@@ -384,10 +389,11 @@ class DispatchHandle:
             return False
         was_running = self.phase is Phase.RUNNING
         self.leave_queue()
-        outcome = outcome_of_cancel(reason)
-        if self._is_truncated and outcome is Outcome.CLIENT_CANCELLED:
-            outcome = Outcome.UPSTREAM_TRUNCATED  # the surface gave up on the answer, not the caller
-        self._settle(outcome, reason.value)
+        outcome, why = outcome_of_cancel(reason), reason.value
+        is_given_up = self._is_truncated and outcome is Outcome.CLIENT_CANCELLED
+        if is_given_up:  # the surface gave up on the answer, not the caller
+            outcome, why = Outcome.UPSTREAM_TRUNCATED, StreamErrorCode.UPSTREAM_TRUNCATED.value
+        self._settle(outcome, why)
         attempt = self.attempt
         if attempt is None:
             return True
@@ -396,7 +402,7 @@ class DispatchHandle:
                 attempt.tell_error(StreamError(code=reason.value, message=_WORDS.get(reason, reason.value)))
         finally:
             if was_running:
-                if reason is CancelReason.TIMEOUT:
+                if is_given_up or reason is CancelReason.TIMEOUT:
                     attempt.early_verdict = Verdict.FAILURE
                 self._shell.confirm_later(attempt)
                 attempt.call_off(reason, at_safe_point=self._shell.is_frozen(attempt.lease.key))

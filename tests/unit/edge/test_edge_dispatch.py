@@ -566,7 +566,27 @@ async def test_a_truncated_answer_is_recorded_as_such(make_edge):
     sink.on_end_hook = handle.note_truncated
     node.streams[0].start()
     node.streams[0].end()
-    assert handle.outcome is Outcome.UPSTREAM_TRUNCATED
+    assert (handle.outcome, handle.record.reason) == (Outcome.UPSTREAM_TRUNCATED, "upstream_truncated")
+
+
+@pytest.mark.case("P-13")
+@pytest.mark.clause("EN-112", "EN-116")
+async def test_an_answer_given_up_half_way_is_the_providers_fault_and_not_the_callers(make_edge):
+    """As where an engine tells in its stream that it failed: nothing more of it is wanted."""
+    breaker = BreakerSpec(failures=2, window_s=60.0, open_s=60.0)
+    edge = await make_edge(snapshot_of(ONE, FAST, breaker=breaker))
+    node = FakeEdgeConnection(edge.nodes).connect()
+    for is_given_up in (False, False, True, True):
+        assert edge.pools.provider_figures(provider_key("n1/main")).health == "online"
+        handle = await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+        node.streams[-1].start()
+        if is_given_up:
+            handle.note_truncated()
+        handle.cancel()
+        node.streams[-1].fail(StreamErrorCode.CANCELLED)
+        told = "upstream_truncated" if is_given_up else "client_gone"
+        assert handle.record.reason == told
+    assert edge.pools.provider_figures(provider_key("n1/main")).health == "failing"
 
 
 @pytest.mark.case("P-18")
