@@ -291,7 +291,7 @@ class _AgentRun:
                 if prompt is not None:
                     tasks.create_task(_write_prompt(process, prompt.encode()), name="agent.prompt")
                 await self._read(process, reader, settings)
-                await process.wait()
+                await _ended_by_itself(process, settings.idle_timeout_sec or IDLE_TIMEOUT_S)
                 leaving.cancel()
         except* _RunFailedError as group:
             first = group.exceptions[0]
@@ -347,6 +347,17 @@ class _AgentRun:
         if code != 0:
             return _failed(StreamErrorCode.UPSTREAM_ERROR, f"the agent ended with code {code}")
         return RunEvent(type=RunEventType.COMPLETE, finish_reasons=("stop",), usage=reader.usage)
+
+
+async def _ended_by_itself(process: asyncio.subprocess.Process, idle_s: float) -> None:
+    """One that closed its output and lives on is as idle as one that writes nothing."""
+    try:
+        async with asyncio.timeout(idle_s):
+            await process.wait()
+    except TimeoutError:
+        raise _RunFailedError(
+            StreamErrorCode.TIMEOUT, f"the agent closed its output and did not end within {idle_s:g} s"
+        ) from None
 
 
 async def _write_prompt(process: asyncio.subprocess.Process, data: bytes) -> None:

@@ -42,6 +42,8 @@ elif mode == "fails":
     print("partial"); sys.exit(3)
 elif mode == "pauses":
     print("one", flush=True); time.sleep(600)
+elif mode == "hangs":
+    print("all", flush=True); os.close(1); os.close(2); time.sleep(600)
 elif mode == "floods":
     while True:
         sys.stdout.write("x" * 4096)
@@ -248,6 +250,7 @@ async def test_without_a_workspace_it_works_in_a_temporary_directory(agent: Path
         ("silent", {"start_timeout_sec": 1}, "no_output", "no output"),
         ("pauses", {"idle_timeout_sec": 1}, "timeout", "no more output"),
         ("pauses", {"total_timeout_sec": 1}, "timeout", "time is up"),
+        ("hangs", {"idle_timeout_sec": 1}, "timeout", "did not end"),
         ("fails", {}, "upstream_error", "code 3"),
         ("floods", {"output_bytes_max": 100_000}, "upstream_error", "too large"),
     ],
