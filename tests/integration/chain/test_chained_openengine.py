@@ -196,10 +196,15 @@ async def test_the_outer_edge_advertises_what_the_engine_can_and_no_more(line: L
     guided = generation_pb2.GuidedDecoding(regex="a+")
     async with refused(grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_FEATURE"):
         await read_all(line.outer.inference.Generate(request_of(guided=guided), timeout=60))
-    async with refused(grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_FEATURE"):
-        rank = (("openengine-target-dp-rank", "0"),)
+    async with refused(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"):
+        rank = (("openengine-target-dp-rank", "1"),)  # the engine has one
         await read_all(line.outer.inference.Generate(request_of(), metadata=rank, timeout=60))
     assert line.inner.edge.outcomes.begun_total == 0
+    rank = (("openengine-target-dp-rank", "0"),)
+    few = request_of(stopping=generation_pb2.StoppingOptions(max_tokens=2))
+    assert (await read_all(line.outer.inference.Generate(few, metadata=rank, timeout=60)))[-1].HasField(
+        "usage"
+    )
 
 
 @pytest.mark.clause("SF-10", "SF-24", "EN-43")

@@ -15,6 +15,8 @@ from typing import Any, Final
 import grpc
 
 from iop.adapters.base import RunStream
+from iop.adapters.chat_input import read_body
+from iop.adapters.openengine.caller_words import in_callers_words
 from iop.adapters.openengine.channel import END_OF_CALL, bearer, connect, error_of
 from iop.adapters.openengine.prompt import generate_request, passed_request
 from iop.core.errors import (
@@ -243,6 +245,7 @@ class GenerateRun:
     def _refused(self, error: IopError) -> RunEvent:
         """A status instead of events, or in the middle of them."""
         code: str
+        message = error.message
         match error:
             case Unavailable() | Overloaded() | Draining() | PreconditionFailed() | NotFound() if (
                 reason := error.reason.lower()
@@ -252,6 +255,8 @@ class GenerateRun:
                 code = "unsupported_feature"
             case InvalidRequest() | Unsupported() | NotFound():
                 code = StreamErrorCode.INVALID_REQUEST
+                if not self._is_passed and (body := read_body(self._stream.request.input)) is not None:
+                    message = in_callers_words(error, body)
             case Overloaded():
                 code = StreamErrorCode.BUSY
             case DeadlineExceeded():
@@ -262,7 +267,7 @@ class GenerateRun:
                 code = StreamErrorCode.UPSTREAM_TRUNCATED
             case _:
                 code = StreamErrorCode.UPSTREAM_ERROR
-        return _failed(code, error.message, retryable=error.retryable)
+        return _failed(code, message, retryable=error.retryable)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         """Routing and trace keys of the contract (SF-21), and what Edges tell each other (SF-24)."""
