@@ -52,8 +52,13 @@ def hop_headers(headers: Sequence[Header], via: str, instance: str) -> tuple[Hea
 
 
 def hop_metadata(metadata: Mapping[str, str], request: DispatchRequest, instance: str) -> Mapping[str, str]:
-    """A run's metadata for an OpenEngine server: the list, and the request id that the caller knows."""
+    """A run's metadata for an OpenEngine server: the list, the request id that the caller knows, and its priority.
+
+    What the caller said in OpenEngine's own words is there already, and stays.
+    """
     told = {run_metadata.REQUEST_ID: str(request.request_id), **metadata}
+    if request.priority:
+        told.setdefault(run_metadata.PRIORITY, str(request.priority))
     if instance:
         told[run_metadata.VIA] = _longer(request.via, instance)
     return told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from iop.core.ids import RequestId
 from iop.edge.calls import DispatchRequest
@@ -50,6 +51,13 @@ def test_each_edge_adds_its_name_once() -> None:
 def test_a_run_takes_the_callers_request_id_with_it() -> None:
     told = hop_metadata({"mine": "1"}, request("a"), "b")
     assert told == {"mine": "1", "iop-request-id": "r-1", "iop-via": "a, b"}
+
+
+@pytest.mark.clause("SF-16", "SF-21")
+def test_a_run_takes_the_callers_priority_with_it() -> None:
+    urgent = structs.replace(request(), priority=7)
+    assert hop_metadata({}, urgent, "b")["iop-priority"] == "7"
+    assert hop_metadata({"iop-priority": "900"}, urgent, "b")["iop-priority"] == "900", "as it came, unclamped"
 
 
 def test_what_a_stranger_says_is_bounded_and_cannot_end_a_line() -> None:
