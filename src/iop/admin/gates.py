@@ -7,6 +7,7 @@ inference only when none holds it; so no gate can stay closed without something 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from iop.admin.desired import Desired, covering_pauses
 from iop.admin.enums import AdmissionPolicy, PauseMode
@@ -17,6 +18,10 @@ from iop.admin.requests import PauseSpec, UpdateWeightsRequest
 from iop.core.ids import GroupId, OperationId, ParticipantId
 
 __all__ = ["gates_of"]
+
+_OPEN: Final = AdmissionGate(is_open=True, admission=AdmissionPolicy.QUEUE)
+_RECONCILING: Final = AdmissionGate(is_open=False, admission=AdmissionPolicy.QUEUE, held_by=(RECONCILIATION,))
+"""Nearly all of a fleet nearly always: at its start each group that becomes known asks for the gates of everybody."""
 
 
 def gates_of(
@@ -61,6 +66,8 @@ def _gate(
     operations: tuple[tuple[str, PauseSpec], ...],
     is_unreconciled: bool,
 ) -> AdmissionGate:
+    if not (desired.pauses or operations or participant.group_id in desired.quarantines):
+        return _RECONCILING if is_unreconciled else _OPEN
     pauses = covering_pauses(desired, participant)
     specs = [p.spec for p in pauses] + [spec for _, spec in operations]
     held_by = [f"epoch {p.epoch}" for p in pauses] + [name for name, _ in operations]
