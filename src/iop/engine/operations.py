@@ -208,16 +208,22 @@ class Operations:
         runner, scheduler = self._runner, self._runner.scheduler
         async with self.turn:
             if self.released:
+                await self._look_what_is_released()
+            if self.released:
                 raise PreconditionFailed("Memory is released; restore it first.", reason="RESOURCES_RELEASED")
             # Weights that are only staged beside the ones in use hold nobody up: a rollback ends its pause first.
             if self.swapped_update and self.pause_in_force is not None:
                 raise PreconditionFailed(
                     "A weight update is not settled; commit or undo it first.", reason="UPDATE_PENDING"
                 )
-            await self._ranks.call("resume")
-            states = await self.read_back()
-            if any(state.paused for state in states):
-                raise Unavailable("A rank does not read back as resumed.", reason="VERIFICATION_FAILED")
+            try:
+                await self._ranks.call("resume")
+                states = await self.read_back()
+                if any(state.paused for state in states):
+                    raise Unavailable("A rank does not read back as resumed.", reason="VERIFICATION_FAILED")
+            except BaseException:
+                await self._take_pause_back(self.pause_in_force)
+                raise
             self.pause_in_force = None
             scheduler.can_run = True
             runner.hold(Hold.PAUSE, admission=None)
@@ -320,15 +326,17 @@ class Operations:
                     # Frozen sequences lose their keys and values, not their tokens: they are computed again.
                     self._runner.scheduler.preempt_all()
                     self._runner.scheduler.forget_prefixes()
+                # Before the ranks are told: they do it also when whoever asked gives up, and its undo must know.
+                self.released |= new
                 try:
                     answers = await self._ranks.call("release", order)
                 except IopError:
+                    self.released -= new
                     if self._runner.failure is None:
                         await self._ranks.call(
                             "restore", {"weights": order["weights"] is not None, "kv": order["kv"]}
                         )
                     raise
-            self.released |= new
             return ReleaseReport(moved=_moved(answers), ranks=await self.read_back())
 
     async def restore(self, *, kinds: Collection[ResourceKind]) -> ReleaseReport:
@@ -343,6 +351,14 @@ class Operations:
                 answers = await self._ranks.call("restore", order)
             self.released -= set(kinds)
             return ReleaseReport(moved=_moved(answers), ranks=await self.read_back())
+
+    async def _look_what_is_released(self) -> None:
+        """By the ranks' own word: what a restore that was given up gave back is not released any more."""
+        states = await self.read_back()
+        if all(state.weights_resident for state in states):
+            self.released.discard(ResourceKind.WEIGHTS)
+        if all(state.kv_resident for state in states):
+            self.released.discard(ResourceKind.KV_CACHE)
 
     def weights_are_back(self) -> None:
         """New weights were committed over released ones."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from iop.admin.enums import ProfilerKind
-from iop.core.errors import Conflict, InvalidRequest, NotFound, Unsupported
+from iop.core.errors import Conflict, InvalidRequest, IopError, NotFound, Unsupported
 from iop.engine.ranks import RankGroup
 from iop.engine.reports import ArtifactFile
 from iop.engine.runner import Runner, StepRecord
@@ -90,7 +90,13 @@ class Profiler:
             )
             if recording.kinds & _RANK_KINDS:
                 chosen = [int(kind) for kind in recording.kinds & _RANK_KINDS]
-                await self._ranks.call("start_profile", {"kinds": chosen, "folder": str(folder)})
+                # Before the ranks are told: they begin also when whoever asked gives up, and it must be stopped then.
+                self._recording = recording
+                try:
+                    await self._ranks.call("start_profile", {"kinds": chosen, "folder": str(folder)})
+                except IopError:
+                    self._recording = None
+                    raise
             self._recording = recording
             self._runner.on_step = self._on_step
             if max_duration_s is not None:

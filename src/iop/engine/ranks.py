@@ -213,7 +213,8 @@ class RankGroup:
         """Wait for the answers to an order; raises as ``call`` does."""
         try:
             async with asyncio.timeout(timeout_s or self._answer_timeout_s):
-                found = [await order for order in orders]
+                # Shielded: who gives up waiting must not take the answer from whoever waits for it again.
+                found = [await asyncio.shield(order) for order in orders]
         except TimeoutError as exc:
             silent = [str(rank) for rank, channel in enumerate(self._channels) if channel.is_awaited]
             self._lose(f"Rank {', '.join(silent)} did not answer in time.")

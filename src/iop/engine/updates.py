@@ -152,13 +152,21 @@ class Updates:
             chosen = self._chosen(ranks)
             update = self._update
             async with self._runner.idle:
-                answers = await self._ranks.call("undo", {"id": update_id}, ranks=chosen)
-            if update is not None and update.update_id == update_id:
-                update.undone.update(chosen)
-                update.prepared.difference_update(chosen)
-                if not update.prepared:
-                    self._settle()
+                try:
+                    answers = await self._ranks.call("undo", {"id": update_id}, ranks=chosen)
+                except asyncio.CancelledError:
+                    self._note_undone(update, update_id, chosen)  # the ranks do it all the same
+                    raise
+            self._note_undone(update, update_id, chosen)
             return self._told(chosen, [answer["digest"] for answer in answers], self._runner.weight_version)
+
+    def _note_undone(self, update: _Update | None, update_id: str, ranks: Collection[int]) -> None:
+        if update is None or update.update_id != update_id:
+            return
+        update.undone.update(ranks)
+        update.prepared.difference_update(ranks)
+        if not update.prepared:
+            self._settle()
 
     async def commit(
         self, update_id: str, *, cache_policy: CachePolicy, ranks: Collection[int] | None

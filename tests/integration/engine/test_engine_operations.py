@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from dataclasses import replace
@@ -47,6 +48,7 @@ from iop.engine import (
     builtin_checkpoint,
 )
 from iop.engine.checkpoint import TensorFile, weights_file
+from iop.testing.cancel_sweep import SweepPoint, cancel_at, sweep
 
 QUEUE, REJECT = AdmissionPolicy.QUEUE, AdmissionPolicy.REJECT
 BEAR = "Tell me a story about a bear in the forest. " * 4
@@ -487,3 +489,72 @@ async def test_slots_can_change_while_running(engine: Engine) -> None:
         await engine.set_slots(0)
     for stream in streams:
         await stream.aclose()
+
+
+BOTH = (ResourceKind.WEIGHTS, ResourceKind.KV_CACHE)
+
+
+@pytest.mark.clause("AD-36", "AD-43", "AD-44")
+async def test_memory_whose_release_or_restore_was_given_up_at_any_moment_comes_back(engine: Engine) -> None:
+    await engine.pause(mode=PauseMode.ABORT, admission=QUEUE)
+
+    async def there_and_back() -> None:
+        await engine.release(kinds=BOTH, retention=WeightRetention.DISCARD)
+        await engine.restore(kinds=BOTH)
+
+    async def comes_back(_: SweepPoint) -> None:
+        seen = await engine.read_back()
+        if all(state.weights_resident and state.kv_resident for state in seen):
+            await engine.resume()  # whatever is not released is in nobody's way
+            await engine.pause(mode=PauseMode.ABORT, admission=QUEUE)
+        await engine.restore(kinds=BOTH)
+        seen = await engine.read_back()
+        assert all(state.weights_resident and state.kv_resident for state in seen)
+
+    assert await sweep(there_and_back, comes_back) > 3
+
+
+@pytest.mark.clause("AD-36", "AD-42")
+async def test_a_resume_that_was_given_up_at_any_moment_has_happened_or_not(engine: Engine) -> None:
+    await engine.pause(mode=PauseMode.KEEP, admission=QUEUE)
+
+    async def whole(point: SweepPoint) -> None:
+        is_paused = {state.paused for state in await engine.read_back()}
+        assert is_paused == {engine.state is EngineState.PAUSED} == {point.was_reached}
+        await engine.pause(mode=PauseMode.KEEP, admission=QUEUE)
+
+    assert await sweep(engine.resume, whole) > 1
+
+
+@pytest.mark.clause("AD-32", "AD-36")
+async def test_an_undo_that_was_given_up_at_any_moment_stands_in_no_other_updates_way(
+    engine: Engine,
+) -> None:
+    other = DiskWeights(path=builtin_checkpoint("second"))
+
+    for moment in range(1, 100):
+        await engine.prepare_weights("one", source=other, version="v1")
+        if not (await cancel_at(engine.undo_weights("one"), moment)).was_reached:
+            break
+        await engine.prepare_weights("two", source=other, version="v2")
+        await engine.undo_weights("two")
+    assert moment > 1
+
+
+@pytest.mark.clause("AD-36", "AD-46")
+async def test_a_profile_whose_start_or_stop_was_given_up_at_any_moment_is_stopped(engine: Engine) -> None:
+    names = (f"p{number}" for number in range(1000))
+    name = next(names)
+
+    async def recorded() -> None:
+        await engine.start_profile(name, kinds=[ProfilerKind.CPU], max_steps=None, max_duration_s=None)
+        await engine.stop_profile(name)
+
+    async def is_over(_: SweepPoint) -> None:
+        nonlocal name
+        with contextlib.suppress(NotFound):
+            assert await engine.stop_profile(name)
+        assert engine.running_profile == ""
+        name = next(names)
+
+    assert await sweep(recorded, is_over) > 1
