@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     if os.getppid() != parent:
         return NOT_STARTED
+    _close_what_was_left_open()
     try:
         # The session of its own lets the polite signal reach the whole group.
         child = subprocess.Popen(arguments[1:], start_new_session=True)  # noqa: S603 - the config's own command
@@ -62,6 +63,21 @@ def _adopt_orphans() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _close_what_was_left_open() -> None:
+    """Some event loops leave us a second handle on the command's output, which would hold its end back."""
+    try:
+        # One of these is the listing's own, and closed by now.
+        left = [int(name) for name in os.listdir("/dev/fd") if name.isdigit()]  # noqa: PTH208 - as below
+    except OSError:
+        return
+    for descriptor in left:
+        if descriptor > 2:
+            try:
+                os.close(descriptor)
+            except OSError:
+                pass
 
 
 def _wait(child: subprocess.Popen[bytes], asked: list[bool]) -> int | None:
