@@ -256,6 +256,23 @@ async def test_http_callers_get_the_engines_own_scores(line: Line, is_stream: bo
     assert all(len(each["top_logprobs"]) == 1 and each["logprob"] <= 0 for each in content)
     status, _, answer = await line.outer.answer(chat | {"logprobs": True, "top_logprobs": 99})
     assert (status, answer["error"]["param"]) == (400, "top_logprobs")
+    response = {
+        "model": "fast",
+        "input": "hello",
+        "max_output_tokens": 4,
+        "top_logprobs": 1,
+        "stream": is_stream,
+    }
+    response["include"] = ["message.output_text.logprobs"]
+    if is_stream:
+        _, _, data = await (await line.outer.ask(response, path="/v1/responses")).read_answer()
+        answer = json.loads(data.split(b"\n\n")[-2].partition(b"data: ")[2])["response"]
+    else:
+        status, _, answer = await line.outer.answer(response, path="/v1/responses")
+        assert status == 200, answer
+    told = answer["output"][0]["content"][0]["logprobs"]
+    assert len(told) == answer["usage"]["output_tokens"] and answer["top_logprobs"] == 1
+    assert all(len(each["top_logprobs"]) == 1 and each["logprob"] <= 0 for each in told)
 
 
 async def test_a_chat_reaches_the_models_own_template(line: Line) -> None:

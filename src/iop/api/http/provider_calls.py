@@ -17,9 +17,9 @@ from iop.api.http.visit import Visit
 from iop.edge.calls import RunCall, ServedTarget, TunnelCall
 from iop.wire import run_metadata
 
-__all__ = ["choices_of", "run_call", "tunnel_call", "wants_usage"]
+__all__ = ["SCORED_METADATA", "choices_of", "run_call", "tunnel_call", "wants_usage"]
 
-_RUN_METADATA: Final = {run_metadata.SCORED_DELTAS: "1"}
+SCORED_METADATA: Final = {run_metadata.SCORED_DELTAS: "1"}
 """Of a run whose caller may want scores: we read them."""
 
 
@@ -60,7 +60,7 @@ def run_call(exchange: Exchange, operation: Operation, visit: Visit, target: Ser
         input=b"".join(_body_parts(operation, fields, target)),
         sink=visit.relay,
         stream=fields.is_stream,
-        metadata=_RUN_METADATA if "logprobs" in fields.raw else {},
+        metadata=SCORED_METADATA if "logprobs" in fields.raw else {},
         session_id=visit.session,
         traceparent="" if trace is None else trace.traceparent,
         tracestate="" if trace is None else trace.state,

@@ -272,7 +272,8 @@ async def probabilities(bench: Bench) -> None:
     answer = await bench.driver.call(bench.driver.params(Ask("hello"), **more))
     assert answer.choices[0].logprobs.content[0].logprob == -0.5
     chunks = await bench.driver.call(bench.driver.params(Ask("hello"), stream=True, **more))
-    assert any(chunk.choices and chunk.choices[0].logprobs.content for chunk in chunks)
+    told = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
+    assert next(each.content[0].logprob for each in told if each is not None) == -0.5
 
 
 async def probabilities_of_responses(bench: Bench) -> None:

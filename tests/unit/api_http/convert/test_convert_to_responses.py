@@ -116,8 +116,6 @@ def test_a_chat_becomes_items_in_their_order() -> None:
         ("n", 2),
         ("stop", ["x"]),
         ("stop", "x"),
-        ("logprobs", True),
-        ("top_logprobs", 3),
         ("logit_bias", {"1": 2}),
         ("presence_penalty", 0.5),
         ("frequency_penalty", 0.5),

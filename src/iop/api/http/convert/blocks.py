@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, unique
 
 from iop.api.http.convert.events import Event, Reasoning, Text, ToolArguments, ToolBegin
+from iop.api.http.convert.scores import Score
 
 __all__ = ["Block", "BlockKind", "Blocks", "Move", "Step"]
 
@@ -37,7 +38,7 @@ class Move(Enum):
 class Block:
     """One block; ``index`` counts from 0 without gaps."""
 
-    __slots__ = ("id", "index", "kind", "name", "parts")
+    __slots__ = ("id", "index", "kind", "name", "parts", "scores")
 
     def __init__(self, kind: BlockKind, index: int, *, call_id: str = "", name: str = "") -> None:
         self.kind = kind
@@ -45,6 +46,7 @@ class Block:
         self.id = call_id
         self.name = name
         self.parts: list[str] = []
+        self.scores: list[Score] = []
 
     @property
     def text(self) -> str:
@@ -54,11 +56,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One move of one block; ``text`` is what it grew by."""
+    """One move of one block; ``text`` is what it grew by, with the ``scores`` of its tokens."""
 
     move: Move
     block: Block
     text: str = ""
+    scores: tuple[Score, ...] = ()
 
 
 class Blocks:
@@ -84,9 +87,11 @@ class Blocks:
     def feed(self, event: Event) -> list[Step]:
         """Take one event; those that are not content move nothing."""
         match event:
-            case Text(text=text, is_refusal=is_refusal):
+            case Text(text=text, is_refusal=is_refusal, scores=scores):
                 kind = BlockKind.REFUSAL if is_refusal else BlockKind.TEXT
-                return self._grow(self._last(kind), text) if text else []
+                if not text:
+                    return self._add_scores(scores) if scores else []
+                return self._grow(self._last(kind), text, scores)
             case Reasoning(text=text):
                 return self._grow(self._last(BlockKind.REASONING), text) if text else []
             case ToolBegin(slot=slot, id=call_id, name=name):
@@ -111,11 +116,19 @@ class Blocks:
         self.all.append(block)
         return block
 
-    def _grow(self, block: Block, text: str) -> list[Step]:
+    def _grow(self, block: Block, text: str, scores: tuple[Score, ...] = ()) -> list[Step]:
         block.parts.append(text)
+        block.scores += scores
         if self._is_open and self._place == block.index:
-            return [Step(move=Move.GROW, block=block, text=text)]
+            return [Step(move=Move.GROW, block=block, text=text, scores=scores)]
         return self._advance(is_over=False)
+
+    def _add_scores(self, scores: tuple[Score, ...]) -> list[Step]:
+        """Of tokens that end no character: they belong to the text before them, if that can still be said."""
+        block = next((block for block in reversed(self.all) if block.kind is BlockKind.TEXT), None)
+        if block is None or block.index < self._place:
+            return []
+        return self._grow(block, "", scores)
 
     def _advance(self, *, is_over: bool) -> list[Step]:
         steps: list[Step] = []
@@ -125,7 +138,8 @@ class Blocks:
                 self._is_open = True
                 steps.append(Step(move=Move.OPEN, block=block))
                 if block.parts:
-                    steps.append(Step(move=Move.GROW, block=block, text=block.text))
+                    scores = tuple(block.scores)
+                    steps.append(Step(move=Move.GROW, block=block, text=block.text, scores=scores))
             is_last = self._place == len(self.all) - 1
             if not is_over and (is_last or block.kind is BlockKind.TOOL):
                 break

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from iop.api.http.convert.losses import Losses, invalid, items_of, object_of, text_of
+from iop.api.http.convert.scores import RESPONSES_INCLUDE
 
 __all__ = ["chat_to_responses"]
 
@@ -28,8 +29,6 @@ _SAME: Final = frozenset(
 _REFUSED: Final[Mapping[str, Any]] = {
     "n": 1,
     "stop": [],
-    "logprobs": False,
-    "top_logprobs": 0,
     "logit_bias": {},
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -219,6 +218,16 @@ def _stream_options(value: Any, _out: dict[str, Any], losses: Losses) -> None:
             losses.note(f"stream_options.{name}")
 
 
+def _logprobs(value: Any, out: dict[str, Any], _losses: Losses) -> None:
+    if value is not False:
+        out["include"] = [RESPONSES_INCLUDE]
+
+
+def _top_logprobs(value: Any, out: dict[str, Any], _losses: Losses) -> None:
+    if value != 0:
+        out["top_logprobs"] = value
+
+
 _MEMBERS: Final = {
     "tools": _tools,
     "tool_choice": _tool_choice,
@@ -226,4 +235,6 @@ _MEMBERS: Final = {
     "verbosity": _verbosity,
     "response_format": _format,
     "stream_options": _stream_options,
+    "logprobs": _logprobs,
+    "top_logprobs": _top_logprobs,
 }

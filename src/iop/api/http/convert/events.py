@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum, unique
 from typing import TypeAlias
 
+from iop.api.http.convert.scores import Score
+
 __all__ = [
     "Begin",
     "Counted",
@@ -43,10 +45,11 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """More text; a refusal's text is told apart where the target can."""
+    """More text; a refusal's text is told apart where the target can. ``scores`` are those of its tokens."""
 
     text: str
     is_refusal: bool = False
+    scores: tuple[Score, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,10 @@ from iop.api.http.exchange import Exchange
 from iop.api.http.head import HeaderList
 from iop.api.http.headers import request_headers, trace_of
 from iop.api.http.operations import PATHS
+from iop.api.http.provider_calls import SCORED_METADATA
 from iop.api.http.relay import Relay
 from iop.api.http.runs import RunRelay
-from iop.core.errors import IopError
+from iop.core.errors import InvalidRequest, IopError
 from iop.edge.calls import RunCall, TunnelCall
 from iop.edge.dispatch import DispatchHandle
 from iop.wire.messages import CancelReason
@@ -110,6 +111,7 @@ class Conversion:
             input=self._plan.body,
             sink=sink,
             stream=self._plan.is_stream,
+            metadata=SCORED_METADATA if self._plan.has_scores else {},
             session_id=session_id,
             traceparent="" if trace is None else trace.traceparent,
             tracestate="" if trace is None else trace.state,
@@ -142,6 +144,11 @@ class Conversion:
         return headers
 
     def _fail_answer(self, _shell: Any, error: IopError) -> None:
+        field = error.details.get("field", "")
+        if isinstance(error, InvalidRequest) and (name := self._plan.names.get(field)) is not None:
+            # The caller knows a field of the request that was made of its own by another name.
+            message = error.message.replace(field, name, 1)
+            error = InvalidRequest(message, reason=error.reason, details={"field": name})
         self._fail(self._exchange, error)
 
     def _give_up(self) -> None:

@@ -54,6 +54,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, str]]] = {
         "response_format": "text.format",
         "max_tokens": "max_output_tokens",
         "messages": "input",
+        "logprobs": "include",
     },
 }
 """What a caller calls the fields of the chat that its request became on the way to a third dialect."""
@@ -71,6 +72,8 @@ class Plan:
         dropped: fields that were let go.
         echo: what the answer repeats of the caller's request.
         has_one_call: whether the caller wants one tool call at most.
+        has_scores: whether it wants log probabilities.
+        names: what the caller calls fields of the request that was made, where it is another name.
         has_usage: whether the caller asked for a usage chunk.
     """
 
@@ -81,6 +84,8 @@ class Plan:
     made_bytes: int
     has_tools: bool
     has_one_call: bool
+    has_scores: bool
+    names: Mapping[str, str]
     is_stream: bool
     dropped: tuple[str, ...]
     echo: Mapping[str, Any]
@@ -154,7 +159,7 @@ def plan_request(
             made = messages_to_chat(made, losses)
         elif source == "responses":
             made = responses_to_chat(made, losses)
-        losses.names = _FIELDS.get(source, {})
+        losses.names = _names_of(source, body)
         if target == "messages":
             made = chat_to_messages(made, losses)
         elif target == "responses":
@@ -174,11 +179,20 @@ def plan_request(
         made_bytes=len(text) + (0 if strings is None else len(raw)),
         has_tools="tools" in made,
         has_one_call=made.get("parallel_tool_calls") is False,
+        has_scores=bool(made.get("logprobs")),
+        names=losses.names,
         is_stream=made.get("stream") is True,
         dropped=tuple(losses.dropped),
         echo=echo if strings is None else strings.restore(echo),
         has_usage=has_usage,
     )
+
+
+def _names_of(source: str, body: Mapping[str, Any]) -> Mapping[str, str]:
+    names = _FIELDS.get(source, {})
+    if source == "responses" and not body.get("include"):
+        return {**names, "logprobs": "top_logprobs"}  # what asked for them
+    return names
 
 
 def _encode(value: Any) -> bytes:

@@ -17,6 +17,7 @@ from iop.api.http.convert.events import (
     ToolArguments,
     ToolBegin,
 )
+from iop.api.http.convert.scores import Score, read_scores
 from iop.api.http.json_text import json_text
 from iop.api.http.sse import ABORTED
 
@@ -73,7 +74,7 @@ class _Call:
 class ChatReader:
     """Reads chat completions. Only the first choice counts: no other dialect can ask for more."""
 
-    __slots__ = ("_by_index", "_calls", "_has_begun", "_has_given_up", "_id_base", "is_finished")
+    __slots__ = ("_by_index", "_calls", "_has_begun", "_has_given_up", "_id_base", "_scores", "is_finished")
 
     def __init__(self, *, id_base: str) -> None:
         """``id_base`` makes ids for calls that come without one."""
@@ -82,6 +83,8 @@ class ChatReader:
         self._calls = 0
         self._has_begun = False
         self._has_given_up = False
+        self._scores: tuple[Score, ...] = ()
+        """Of tokens whose text has not come yet."""
         self.is_finished = False
 
     def feed(self, value: Mapping[str, Any]) -> list[Event]:
@@ -109,14 +112,17 @@ class ChatReader:
         self.is_finished = not self._has_given_up
 
     def end(self) -> list[Event]:
-        """Calls that never got a name: empty ones were none, others are told as they are."""
-        events: list[Event] = []
+        """Calls that never got a name: empty ones were none, others are told as they are; and scores that are left."""
+        events: list[Event] = [Text(text="", scores=self._scores)] if self._scores else []
+        self._scores = ()
         for call in self._by_index.values():
             if not call.is_begun and any(call.held):
                 self._begin(call, "", events)
         return events
 
     def _choice(self, choice: Mapping[str, Any], events: list[Event]) -> None:
+        if isinstance(told := choice.get("logprobs"), dict):
+            self._scores += read_scores(told.get("content"))
         delta = choice.get("delta") or choice.get("message")
         if isinstance(delta, dict):
             # Some engines say both names in every chunk, with the same text.
@@ -124,7 +130,8 @@ class ChatReader:
             if thought:
                 events.append(Reasoning(text=thought))
             if text := _content(delta.get("content")):
-                events.append(Text(text=text))
+                events.append(Text(text=text, scores=self._scores))
+                self._scores = ()
             if refusal := as_str(delta.get("refusal")):
                 events.append(Text(text=refusal, is_refusal=True))
             calls = delta.get("tool_calls")

@@ -22,6 +22,7 @@ from iop.api.http.convert.events import (
     ToolBegin,
 )
 from iop.api.http.convert.readers import TEXT_CHARS_MAX, as_count, as_dict, as_int, as_str, failure_of
+from iop.api.http.convert.scores import read_scores
 
 __all__ = ["ResponsesReader"]
 
@@ -33,7 +34,7 @@ _FAILED: Final = frozenset({"failed", "cancelled"})
 class ResponsesReader:
     """Reads one response. Items that chats have no word for (searches, files, programs) are left out."""
 
-    __slots__ = ("_calls", "_has_begun", "_summarised", "_told", "is_finished")
+    __slots__ = ("_calls", "_has_begun", "_scored", "_summarised", "_told", "is_finished")
 
     def __init__(self) -> None:
         self._has_begun = False
@@ -41,6 +42,8 @@ class ResponsesReader:
         """Calls that began, by the place of their item; whether any of their arguments came."""
         self._told: set[int] = set()
         """Places of other items of which a delta came."""
+        self._scored: set[int] = set()
+        """Places of texts whose deltas told log probabilities."""
         self._summarised: dict[int, int] = {}
         """Reasoning told by summaries: which part of it came last."""
         self.is_finished = False
@@ -57,7 +60,14 @@ class ResponsesReader:
             case "response.output_item.added":
                 return self._added(place, as_dict(value.get("item")))
             case "response.output_text.delta":
-                return self._grow(place, Text(text=as_str(value.get("delta"))))
+                scores = read_scores(value.get("logprobs"))
+                if scores:
+                    self._scored.add(place)
+                return self._grow(place, Text(text=as_str(value.get("delta")), scores=scores))
+            case "response.output_text.done" if place in self._told and place not in self._scored:
+                # Some engines tell them only of the text as a whole.
+                scores = read_scores(value.get("logprobs"))
+                return [Text(text="", scores=scores)] if scores else []
             case "response.refusal.delta":
                 return self._grow(place, Text(text=as_str(value.get("delta")), is_refusal=True))
             case "response.reasoning_text.delta":
@@ -139,7 +149,8 @@ class ResponsesReader:
                 events = []
                 for part in _parts(item.get("content")):
                     if part.get("type") == "output_text":
-                        events += self._grow(place, Text(text=as_str(part.get("text"))))
+                        scores = read_scores(part.get("logprobs"))
+                        events += self._grow(place, Text(text=as_str(part.get("text")), scores=scores))
                     elif part.get("type") == "refusal":
                         events += self._grow(place, Text(text=as_str(part.get("refusal")), is_refusal=True))
                 return events

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from iop.api.http.convert.losses import Losses, invalid, items_of, object_of, text_of
+from iop.api.http.convert.scores import RESPONSES_INCLUDE
 
 __all__ = ["response_echo", "responses_to_chat"]
 
@@ -30,7 +31,6 @@ _REFUSED: Final = frozenset(
         "prompt",
         "max_tool_calls",
         "context_management",
-        "top_logprobs",
     }
 )
 _ECHOED: Final = frozenset(
@@ -43,6 +43,7 @@ _ECHOED: Final = frozenset(
         "text",
         "tool_choice",
         "tools",
+        "top_logprobs",
         "top_p",
         "user",
     }
@@ -289,10 +290,18 @@ def _truncation(value: Any, _chat: dict[str, Any], losses: Losses) -> None:
         losses.refuse("truncation")
 
 
-def _include(value: Any, _chat: dict[str, Any], losses: Losses) -> None:
+def _top_logprobs(value: Any, chat: dict[str, Any], _losses: Losses) -> None:
+    if value != 0:
+        chat["top_logprobs"] = value
+        chat["logprobs"] = True  # which chats must say besides
+
+
+def _include(value: Any, chat: dict[str, Any], losses: Losses) -> None:
     for index, name in enumerate(items_of(value, "include")):
         if name == "reasoning.encrypted_content":
             losses.note("include")  # reasoning comes in clear text, there is nothing to encrypt
+        elif name == RESPONSES_INCLUDE:
+            chat["logprobs"] = True
         else:
             losses.refuse(f"include[{index}]", str(name)[:100])
 
@@ -307,4 +316,5 @@ _MEMBERS: Final = {
     "background": _background,
     "truncation": _truncation,
     "include": _include,
+    "top_logprobs": _top_logprobs,
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from iop.api.http.convert.blocks import Block, BlockKind, Move, Step
 from iop.api.http.convert.events import Begin, Counted, Event, Failure, Stop
+from iop.api.http.convert.scores import response_scores
 from iop.api.http.convert.writers import AnswerTerms, Gathering, named_event
 
 __all__ = ["ResponsesWriter"]
@@ -118,7 +119,7 @@ class ResponsesWriter(Gathering):
         text = "" if is_empty else block.text
         match block.kind:
             case BlockKind.TEXT | BlockKind.REFUSAL:
-                content = [] if is_empty else [_part(block.kind, text)]
+                content = [] if is_empty else [_part(block.kind, text, response_scores(block.scores))]
                 own: dict[str, Any] = {"type": "message", "role": "assistant", "content": content}
             case BlockKind.REASONING:
                 content = [] if is_empty else [_part(block.kind, text)]
@@ -133,8 +134,9 @@ class ResponsesWriter(Gathering):
         item = {"item_id": self._item_id(block), **place}
         part = item if block.kind is BlockKind.TOOL else item | {"content_index": 0}
         name = _DELTA_NAMES[block.kind]
-        more: dict[str, Any] = {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+        is_text = block.kind is BlockKind.TEXT
         if step.move is Move.GROW:
+            more: dict[str, Any] = {"logprobs": response_scores(step.scores)} if is_text else {}
             return [self._event(f"{name}.delta", **part, delta=step.text, **more)]
         if step.move is Move.OPEN:
             opened = self._item(block, "in_progress", is_empty=True)
@@ -146,8 +148,11 @@ class ResponsesWriter(Gathering):
             out = [self._event(f"{name}.done", **part, arguments=block.text, name=block.name)]
         else:
             key = "refusal" if block.kind is BlockKind.REFUSAL else "text"
+            scores = response_scores(block.scores)
+            more = {"logprobs": scores} if is_text else {}
             out = [self._event(f"{name}.done", **part, **{key: block.text}, **more)]
-            out.append(self._event("response.content_part.done", **part, part=_part(block.kind, block.text)))
+            whole = _part(block.kind, block.text, scores)
+            out.append(self._event("response.content_part.done", **part, part=whole))
         done = self._item(block, "completed")
         return [*out, self._event("response.output_item.done", **place, item=done)]
 
@@ -160,12 +165,12 @@ _DELTA_NAMES: Final = {
 }
 
 
-def _part(kind: BlockKind, text: str) -> dict[str, Any]:
+def _part(kind: BlockKind, text: str, scores: Sequence[Any] = ()) -> dict[str, Any]:
     if kind is BlockKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     if kind is BlockKind.REFUSAL:
         return {"type": "refusal", "refusal": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(scores)}
 
 
 def _usage(counted: Counted | None) -> dict[str, Any] | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from iop.api.http.convert.blocks import BlockKind, Blocks, Move
 from iop.api.http.convert.events import Begin, Counted, Event, Failure, Finish, Stop
+from iop.api.http.convert.scores import Score, chat_scores
 from iop.api.http.json_text import json_text
 
 __all__ = ["AnswerTerms", "ChatWriter", "Writer", "cut_failure", "data_event", "named_event"]
@@ -197,7 +198,7 @@ class ChatWriter(Gathering):
         choice = {
             "index": 0,
             "message": message,
-            "logprobs": None,
+            "logprobs": chat_scores(score for block in self.blocks.all for score in block.scores),
             "finish_reason": _CHAT_STOPS[self.stop],
         }
         answer = {**self._frame(), "object": "chat.completion", "choices": [choice]}
@@ -222,11 +223,13 @@ class ChatWriter(Gathering):
                 delta = {_CHAT_NAMES[block.kind]: step.text}
                 if self.terms.has_both_names and block.kind is BlockKind.REASONING:
                     delta["reasoning"] = step.text
-                out.append(self._chunk(delta))
+                out.append(self._chunk(delta, scores=step.scores))
         return out
 
-    def _chunk(self, delta: Mapping[str, Any], *, finish: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def _chunk(
+        self, delta: Mapping[str, Any], *, finish: str | None = None, scores: Sequence[Score] = ()
+    ) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": chat_scores(scores), "finish_reason": finish}
         value = {**self._frame(), "choices": [choice]}
         if self.terms.has_usage:
             value["usage"] = None
