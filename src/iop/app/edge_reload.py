@@ -11,7 +11,7 @@ from typing import Final
 
 from iop.app.home import write_private
 from iop.app.sources import gather
-from iop.config import ConfigChange, EdgeConfig, Loaded, changes_between, load_edge
+from iop.config import ConfigChange, ConfigInvalid, EdgeConfig, Loaded, changes_between, load_edge
 from iop.core.errors import IopError
 
 __all__ = ["ConfigKeeper", "ConfigPlan"]
@@ -62,14 +62,25 @@ class ConfigKeeper:
         """Say who makes a config with its revision the running one; it may refuse with IopError."""
         self._take = take
 
-    def plan(self, text: str | None = None) -> ConfigPlan:
+    def plan(self, text: str | None = None, *, name: str = "") -> ConfigPlan:
         """What ``text``, or the file as it is now, would change.
+
+        Args:
+            text: the proposed content of the file.
+            name: how its author calls it: where problems are said to be.
 
         Raises:
             ConfigInvalid: it is wrong; with every problem.
         """
         sources = gather(self._file, flags=self._flags)
-        loaded = load_edge(sources if text is None else dataclasses.replace(sources, text=text))
+        if text is not None:
+            sources = dataclasses.replace(sources, text=text)
+        try:
+            loaded = load_edge(sources)
+        except ConfigInvalid:
+            if text is not None and name:
+                load_edge(dataclasses.replace(sources, file=name))
+            raise
         changes = tuple(changes_between(self.loaded.config, loaded.config))
         restart = tuple(
             change.key

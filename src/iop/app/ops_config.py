@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 """Twice the largest config, for JSON's escapes."""
 
+NAME_CHARS_MAX: Final = 400
+
 Authenticate = Callable[[str | None], Principal]
 FindOverrides = Callable[[], Awaitable[Sequence[OverrideRecord]]]
 
@@ -35,8 +37,9 @@ def config_routes(
 ) -> list[Route]:
     """``GET /config``, ``POST /config/plan`` and ``POST /config/apply``, for principals that may reconfigure.
 
-    The body of the latter two is ``{"text": YAML}``. Relative paths and references in it are the Edge's own, as in
-    its file. ``find_overrides`` tells the reconfigured values that hold over the running config's (AD-47).
+    The body of the latter two is ``{"text": YAML, "name": FILE}``; the name is optional, and for messages. Relative
+    paths and references in the text are the Edge's own, as in its file. ``find_overrides`` tells the reconfigured
+    values that hold over the running config's (AD-47).
     """
 
     async def show(request: Request) -> JSONResponse:
@@ -68,13 +71,14 @@ def config_routes(
         }
 
     async def _plan(request: Request, _principal: Principal) -> dict[str, Any]:
-        planned = keeper.plan(await _text(request))
+        text, name = await _proposed(request)
+        planned = keeper.plan(text, name=name)
         return {"revision": keeper.revision, **_shown(planned), **await _over(planned.loaded.config)}
 
     async def _apply(request: Request, principal: Principal) -> dict[str, Any]:
-        text = await _text(request)
+        text, name = await _proposed(request)
         # Told as they are before: afterwards those that this config ends are gone.
-        over = await _over(keeper.plan(text).loaded.config)
+        over = await _over(keeper.plan(text, name=name).loaded.config)
         planned = keeper.plan(text)
         revision = keeper.take(planned)
         _log.info("config.applied_by", extra={"principal": principal.name, "config_revision": revision})
@@ -100,8 +104,8 @@ def _shown(plan: ConfigPlan) -> dict[str, Any]:
     }
 
 
-async def _text(request: Request) -> str:
-    """The config in the body. Raises InvalidRequest."""
+async def _proposed(request: Request) -> tuple[str, str]:
+    """The config in the body, and how its sender calls it. Raises InvalidRequest."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -113,4 +117,7 @@ async def _text(request: Request) -> str:
         raise InvalidRequest('Send {"text": YAML}.', reason="BAD_BODY") from None
     if not isinstance(shape, dict) or not isinstance(shape.get("text"), str):
         raise InvalidRequest('Send {"text": YAML}.', reason="BAD_BODY")
-    return str(shape["text"])
+    name = shape.get("name", "")
+    return str(shape["text"]), "".join(filter(str.isprintable, name[:NAME_CHARS_MAX])) if isinstance(
+        name, str
+    ) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from enum import IntEnum
 from typing import Annotated, TypeVar
 
@@ -153,12 +154,31 @@ async def get(call: Call, operation: Annotated[str, typer.Argument(help="The ope
         _print_operation(shown)
 
 
+def _when(operation: AdminOperation) -> str:
+    """When it was accepted, by the server's clock."""
+    at = datetime.fromtimestamp(operation.accepted_at_unix_nanos / 1e9, tz=UTC)
+    return f"{at:%Y-%m-%d %H:%M:%S}Z"
+
+
+def _took(operation: AdminOperation) -> str:
+    """How long after that it ended."""
+    if operation.ended_at_unix_nanos is None:
+        return "not ended"
+    return f"after {(operation.ended_at_unix_nanos - operation.accepted_at_unix_nanos) / 1e9:.1f} s"
+
+
+def _revisions(operation: AdminOperation) -> str:
+    """The server's revision before it, and after."""
+    after = "" if operation.revision_after is None else f" to {operation.revision_after}"
+    return f"{operation.revision_before}{after}"
+
+
 def _print_operation(operation: AdminOperation) -> None:
     data.print(
         f"{operation.operation_id}: {_word(operation.kind)}, {operation.state.name}, by {operation.principal}"
     )
-    after = "" if operation.revision_after is None else f" to {operation.revision_after}"
-    data.print(f"  revision {operation.revision_before}{after}")
+    data.print(f"  accepted {_when(operation)}, {_took(operation)}")
+    data.print(f"  revision {_revisions(operation)}")
     for status in operation.participants:
         error = f" {status.error.code.name}: {status.error.message}" if status.error else ""
         data.print(f"  {status.participant_id}: {status.phase.name}{error}")
@@ -196,10 +216,20 @@ async def list_operations(
         print_json(to_json(page))
         return
     rows = [
-        (item.operation_id, _word(item.kind), item.state.name, item.principal, str(item.revision_before))
+        (
+            item.operation_id,
+            _word(item.kind),
+            item.state.name,
+            item.principal,
+            _when(item),
+            _took(item),
+            _revisions(item),
+        )
         for item in page.operations
     ]
-    print_rows(("operation", "kind", "state", "by", "revision"), rows, empty="no operations")
+    print_rows(
+        ("operation", "kind", "state", "by", "accepted", "ended", "revision"), rows, empty="no operations"
+    )
     if page.next_page_token:
         data.print(f"more: --page-token {page.next_page_token}")
 

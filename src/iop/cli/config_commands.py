@@ -145,7 +145,7 @@ def plan(
 
     Example: iop config plan edge.yaml
     """
-    shown = call.client.plan_config(gather(file).text)
+    shown = call.client.plan_config(gather(file).text, name=str(file))
     if call.as_json:
         print_json(shown)
     else:
@@ -164,7 +164,7 @@ def apply(
 
     Example: iop config apply edge.yaml
     """
-    shown = call.client.apply_config(gather(file).text)
+    shown = call.client.apply_config(gather(file).text, name=str(file))
     shown["nodes"] = _refreshed(call.client, shown["revision"])
     if call.as_json:
         print_json(shown)

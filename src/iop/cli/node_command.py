@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from iop.cli.ops_options import OpsCall, asks_ops
-from iop.cli.output import data, print_json, print_rows
+from iop.cli.output import data, exit_with, notes, print_json, print_rows
 
 __all__ = ["NodeQuestion", "node_command"]
 
@@ -37,12 +37,15 @@ def node_command(
     shown = call.client.command(node, question.value, adapter=adapter)
     if call.as_json:
         print_json(shown)
-        return
+        exit_with(0 if shown["ok"] else 1)
     if not shown["ok"]:
-        data.print(f"{node} could not say: {shown['reason']}")
-    print_rows(("figure", "value"), sorted(shown["figures"].items()), empty="no figures")
-    if shown["providers"]:
+        notes.print(f"error: {node} could not say: {shown['reason']}", style="red")
+        exit_with(1)
+    if shown["figures"] or not shown["providers"]:
+        print_rows(("figure", "value"), sorted(shown["figures"].items()), empty="no figures")
+    if shown["figures"] and shown["providers"]:
         data.print("")
+    if shown["providers"]:
         print_rows(("provider", "figure", "value"), _provider_rows(shown["providers"]), empty="")
 
 

@@ -167,7 +167,8 @@ def node(
     if context.invoked_subcommand is not None:
         return
     if config is None:
-        raise typer.BadParameter("the daemon needs a config", ctx=context, param_hint="--config")
+        message = "the daemon needs one, as in: iop node --config node.yaml"
+        raise typer.BadParameter(message, ctx=context, param_hint="--config")
     node_daemon(config, ready_file, log_format, log_level)
 
 

@@ -86,11 +86,27 @@ def explain(
     if call.as_json:
         print_json(shown)
         return
-    data.print(f"{shown['request_id']}: {shown['model']}, {shown['outcome']}")
-    data.print(f"  provider {shown['provider']}, waited {shown['queue_ms']} ms, attempts {shown['attempts']}")
+    for line in _explained(shown):
+        data.print(line)
+
+
+def _explained(shown: dict[str, Any]) -> list[str]:
+    """What became of one request, in a line each."""
+    outcome, reason = shown["outcome"] or "still running", shown["reason"]
+    why = f" ({reason})" if reason and reason != outcome else ""
+    took = "" if shown["duration_ms"] is None else f", took {shown['duration_ms']} ms"
+    lines = [f"{shown['request_id']}: {shown['model']}, {outcome}{why}", f"  began {shown['began']}{took}"]
+    provider = f"provider {shown['provider']}" if shown["provider"] else "reached no provider"
+    lines.append(f"  {provider}, waited {shown['queue_ms']} ms, attempts {shown['attempts']}")
+    if usage := shown["usage"]:
+        told = {"prompt_tokens": "in", "cached_prompt_tokens": "of them cached", "completion_tokens": "out"}
+        counts = [f"{usage[key]} {word}" for key, word in told.items() if usage.get(key) is not None]
+        lines.append(f"  tokens: {', '.join(counts)}")
+    lines += [f"  tried {one['provider']}: {one['error']}" for one in shown["tries"] if one["error"]]
     for candidate in shown["candidates"]:
         sign = "+" if candidate["eligible"] else "-"
-        data.print(f"  {sign} {candidate['provider']}: {candidate['why']}")
+        lines.append(f"  {sign} {candidate['provider']}: {candidate['why']}")
+    return lines
 
 
 @asks_ops(role="viewer")

@@ -115,13 +115,13 @@ class OpsClient:
         """The running config, and the reconfigured values that hold over it (AD-47)."""
         return self._get("/config", {})
 
-    def plan_config(self, text: str) -> dict[str, Any]:
-        """What a config would change. Raises ConfigInvalid with every problem."""
-        return self._ask("POST", "/config/plan", body={"text": text})
+    def plan_config(self, text: str, *, name: str = "") -> dict[str, Any]:
+        """What a config would change. Raises ConfigInvalid with every problem, each at a line of ``name``."""
+        return self._ask("POST", "/config/plan", body={"text": text, "name": name})
 
-    def apply_config(self, text: str) -> dict[str, Any]:
+    def apply_config(self, text: str, *, name: str = "") -> dict[str, Any]:
         """Make a config the running one, whole. Raises ConfigInvalid with every problem; nothing was changed then."""
-        return self._ask("POST", "/config/apply", body={"text": text})
+        return self._ask("POST", "/config/apply", body={"text": text, "name": name})
 
     def _get(self, path: str, query: dict[str, str]) -> dict[str, Any]:
         return self._ask("GET", path, query=query)

@@ -47,6 +47,16 @@ def keeper(file: Path, taken: Taken) -> ConfigKeeper:
     return keeper
 
 
+def test_problems_of_a_proposed_config_are_told_at_its_own_name(keeper: ConfigKeeper, file: Path) -> None:
+    """The line is one of the proposal's: under the name of the Edge's own file it would lead astray."""
+    with pytest.raises(ConfigInvalid) as found:
+        keeper.plan("heartbeat: {intervall: 2}\n", name="next/edge.yaml")
+    assert {problem.where for problem in found.value.problems} == {"next/edge.yaml:1"}
+    with pytest.raises(ConfigInvalid) as found:
+        keeper.plan("heartbeat: {intervall: 2}\n")
+    assert {problem.where for problem in found.value.problems} == {f"{file}:1"}
+
+
 @pytest.mark.clause("EN-114")
 def test_a_plan_changes_nothing_and_names_what_would(keeper: ConfigKeeper, taken: Taken) -> None:
     plan = keeper.plan(NEW)
