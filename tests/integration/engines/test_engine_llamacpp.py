@@ -114,6 +114,22 @@ async def test_a_caller_gone_frees_the_slot_within_a_second(harness: EngineHarne
     await tunnel.finished()
 
 
+@pytest.mark.clause("AD-41", "EN-91")
+async def test_requests_that_wait_for_a_slot_are_told(harness: EngineHarness) -> None:
+    endless = {"messages": HELLO, "stream": True, "max_tokens": -1}
+    tunnels = [begin(harness.adapter, endless) for _ in range(3)]
+    try:
+        await eventually(lambda: sum(bool(tunnel.pieces) for tunnel in tunnels) == 2)
+        await harness.adapter.probe()
+        snapshot = harness.adapter.snapshot()
+        assert (snapshot.engine_in_flight, snapshot.engine_queued) == (2, 1)
+    finally:
+        for tunnel in tunnels:
+            tunnel.cancel()
+        for tunnel in tunnels:
+            await tunnel.finished()
+
+
 @pytest.mark.clause("AD-15", "AD-37")
 async def test_capabilities_are_what_the_server_was_started_with(
     harness: EngineHarness, sea: EngineHarness

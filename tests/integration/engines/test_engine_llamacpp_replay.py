@@ -139,6 +139,21 @@ async def test_weights_are_discarded_or_nothing() -> None:
 
 
 @pytest.mark.clause("AD-15")
+@pytest.mark.clause("EN-91")
+async def test_load_without_slots_comes_from_the_metrics() -> None:
+    engine = Single()
+    engine.routes["GET /slots"] = BARE["slots with --no-slots"]
+    figures = b"# TYPE x gauge\nllamacpp:requests_processing 2\nllamacpp:requests_deferred 5\n"
+    engine.routes["GET /metrics"] = Answer(200, figures, "text/plain; version=0.0.4")
+    async with in_front_of(engine) as adapter:
+        snapshot = adapter.snapshot()
+        assert (snapshot.engine_in_flight, snapshot.engine_queued) == (2, 5)
+        engine.routes["GET /metrics"] = BARE["metrics not enabled"]
+        await adapter.probe()
+        snapshot = adapter.snapshot()
+        assert (snapshot.engine_in_flight, snapshot.engine_queued) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("route", "recorded"),
     [

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
@@ -55,6 +56,8 @@ SLOTS_MAX: Final = 4096
 
 UNLOAD_TIMEOUT_S: Final = 30.0
 """The server kills a model's process that did not leave after 10 s."""
+
+_REQUESTS: Final = re.compile(rb"^llamacpp:requests_(processing|deferred) (\d{1,9})$", re.MULTILINE)
 
 NEEDS_SLOT_SAVE: Final = "start llama-server with --slot-save-path DIR (and without --no-slots)"
 NEEDS_NO_RAM_CACHE: Final = (
@@ -164,7 +167,9 @@ class LlamaCppControl(NativeControl):
             return self._seen or Observed(engine_version=props.build_info)
         slots = await self._slots("")
         missing: dict[AdminOperationKind, str] = {}
-        instance = (await self._http.get("/metrics")).headers.get("process-start-time-unix", "")
+        metrics = await self._http.get("/metrics")
+        instance = metrics.headers.get("process-start-time-unix", "")
+        at_work, deferred = _requests(metrics.body if metrics.is_ok else b"")
         can_erase = slots is not None and await self._can_erase("", slots)
         if not can_erase:
             missing[AdminOperationKind.FLUSH_CACHES] = NEEDS_SLOT_SAVE
@@ -178,7 +183,8 @@ class LlamaCppControl(NativeControl):
             engine_version=props.build_info,
             capabilities=_capabilities(can_erase=can_erase, is_router=False),
             models=(props.model_alias,) if props.model_alias else (),
-            in_flight=_busy(slots),
+            in_flight=at_work if slots is None else _busy(slots),
+            queued=deferred,
             missing=missing,
         )
 
@@ -450,6 +456,12 @@ def _is_not_loaded(answer: EngineAnswer) -> bool:
 
 def _busy(slots: list[_Slot] | None) -> int | None:
     return None if slots is None else sum(slot.is_processing for slot in slots)
+
+
+def _requests(metrics: bytes) -> tuple[int | None, int | None]:
+    """How many have a slot, and how many wait for one, without a limit; `None` where it does not tell."""
+    told = {match[1]: int(match[2]) for match in _REQUESTS.finditer(metrics)}
+    return told.get(b"processing"), told.get(b"deferred")
 
 
 def _cache(result: CacheOutcome, detail: str) -> CacheResult:
