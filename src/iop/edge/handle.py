@@ -346,8 +346,7 @@ class DispatchHandle:
         """
         shell = self._shell
         now = shell.now()
-        self.queue_ms = int((now - self._queued_at) * 1000)
-        self.record.queue_ms = self.queue_ms
+        self._note_wait(now)
         self.attempts += 1
         target = shell.pools.served_target(lease)
         try:
@@ -472,6 +471,7 @@ class DispatchHandle:
 
     def rejected(self, error: IopError) -> IopError:
         """The dispatcher refused it; ``error`` is given back."""
+        self._note_wait(self._shell.now())
         if self.trace is not None:
             self.trace.ends(self.record, Outcome.REJECTED, error.reason)
         return error
@@ -501,16 +501,22 @@ class DispatchHandle:
         return self.attempt
 
     def _settle(self, outcome: Outcome, reason: str) -> None:
+        now = self._shell.now()
+        if self.phase is Phase.WAITING:  # it waited in vain
+            self._note_wait(now)
         self.phase = Phase.SETTLED
         self._prepare = _unprepared  # what it holds of its caller may hold this handle
         self._disarm()
         self._frozen_at = None
         if self.attempt is not None:
             self.record.version_last = self.weight_version
-        if self._shell.outcomes.settle(self.record, outcome, reason=reason, now=self._shell.now()):
+        if self._shell.outcomes.settle(self.record, outcome, reason=reason, now=now):
             self._log(outcome, reason)
             if self.trace is not None:
                 self.trace.ends(self.record, outcome, reason)
+
+    def _note_wait(self, now: float) -> None:
+        self.queue_ms = self.record.queue_ms = int((now - self._queued_at) * 1000)
 
     def _log(self, outcome: Outcome, reason: str) -> None:
         """Tell of the end: of an ordinary one only to who asks for details."""

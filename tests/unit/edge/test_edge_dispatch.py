@@ -94,7 +94,9 @@ async def test_queue_full_is_refused_at_once_and_queue_timeout_at_the_deadline(m
 
         async def wait_in_vain() -> None:
             with pytest.raises(Overloaded) as late:
-                await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+                await edge.dispatcher.dispatch(
+                    request_of("fast", request_id="late"), tunnel_to(RecordingSink())
+                )
             assert late.value.reason == "queue_timeout"
 
         tasks.create_task(wait_in_vain())
@@ -103,6 +105,8 @@ async def test_queue_full_is_refused_at_once_and_queue_timeout_at_the_deadline(m
             await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
     assert full.value.reason == "queue_full"
     assert full.value.retry_after_s is not None
+    record = edge.outcomes.find("late")
+    assert record is not None and record.queue_ms >= 450, "who waited in vain is told for how long"
 
 
 @pytest.mark.clause("EN-110", "EN-14", "EN-32")
