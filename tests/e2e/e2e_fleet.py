@@ -44,9 +44,10 @@ def eventually(check: Callable[[], bool], what: str, *, within_s: float = PATIEN
     """
     begun = time.monotonic()
     while not check():
-        if time.monotonic() - begun > within_s:
+        waited = time.monotonic() - begun
+        if waited > within_s:
             raise AssertionError(f"not within {within_s:g} s: {what}")
-        time.sleep(0.01)
+        time.sleep(min(max(waited / 10, 0.01), 0.05))
     return time.monotonic() - begun
 
 

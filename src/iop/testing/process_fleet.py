@@ -39,7 +39,10 @@ def post(body: object, *headers: str, path: str = "/v1/chat/completions") -> byt
 
 
 async def eventually(predicate: Callable[[], Any], *, what: str, within_s: float = PATIENCE_S) -> float:
-    """Wait until ``predicate`` holds, asking often; returns how long that took. An awaitable answer is awaited."""
+    """Wait until ``predicate`` holds, asking often; returns how long that took. An awaitable answer is awaited.
+
+    Whoever has waited for long is asked less often: the asking takes the time of those who are waited for.
+    """
     loop = asyncio.get_running_loop()
     begun = loop.time()
     while True:
@@ -48,9 +51,10 @@ async def eventually(predicate: Callable[[], Any], *, what: str, within_s: float
             held = await held
         if held:
             return loop.time() - begun
-        if loop.time() - begun > within_s:
+        waited = loop.time() - begun
+        if waited > within_s:
             raise AssertionError(f"not within {within_s:g} s: {what}")
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(min(max(waited / 10, 0.01), 0.05))
 
 
 class ProcessFleet:
