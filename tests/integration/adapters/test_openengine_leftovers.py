@@ -8,6 +8,7 @@ and must not stand in the way of what heals it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -252,6 +253,21 @@ async def test_a_profile_of_an_earlier_process_that_the_engine_does_not_stop_is_
     refused = await profiled.step(StopProfileStep(profile_id=CPU.profile_id), operation="stop")
     assert all(each.error is not None for each in refused.participants)
     assert [each.profiles for each in await profiled.adapter.read_back(profiled.ids)] == [frozenset()] * 2
+
+
+@pytest.mark.clause("AD-18", "AD-46")
+@pytest.mark.parametrize("is_bounded", [True, False])
+async def test_a_profile_with_a_bound_that_ended_by_itself_records_no_more(
+    admin: AdminRig, is_bounded: bool
+) -> None:
+    body = dataclasses.replace(CPU, max_duration_ms=60_000) if is_bounded else CPU
+    assert_all_ok(await admin.step(body, operation="prof"))
+    told = await admin.adapter.read_back(admin.ids)
+    assert [each.profiles for each in told] == [frozenset({CPU.profile_id})] * 2
+    for rank in admin.engine.world.fleet.members("g"):
+        rank.profiles.clear()
+    told = await admin.adapter.read_back(admin.ids)
+    assert [each.profiles for each in told] == [frozenset() if is_bounded else {CPU.profile_id}] * 2
 
 
 @pytest.mark.clause("AD-31", "AD-35")

@@ -14,13 +14,15 @@ from google.protobuf.json_format import MessageToDict
 
 from iop.adapters.openengine.channel import END_OF_CALL, bearer, connect, error_of
 from iop.admin.codec import RecordCodec
-from iop.admin.enums import AdminOperationKind, AdminOperationState
+from iop.admin.enums import AdminOperationKind, AdminOperationState, ProfilerKind
 from iop.admin.profile import AdminProfile
 from iop.admin.requests import (
     DiskSource,
     FlushCachesRequest,
     ListOperationsRequest,
+    MutationOptions,
     MutationRequest,
+    ParticipantTargets,
     PauseRequest,
     ReconfigureServingRequest,
     ReleaseResourcesRequest,
@@ -60,6 +62,7 @@ from iop.core.errors import (
     Unavailable,
     Unsupported,
 )
+from iop.core.ids import ParticipantId
 from iop.pb.iop import artifacts_pb2, artifacts_pb2_grpc
 from iop.pb.openengine.v1 import admin_pb2 as pb
 from iop.pb.openengine.v1 import admin_pb2_grpc, openengine_pb2_grpc, server_pb2
@@ -191,6 +194,20 @@ class AdminRpc:
             result = await self._result_of_key(exc)
             assert isinstance(result, StartProfileResult), "the key names the step, and the step its kind"
             return result
+
+    async def could_profile(self, participant_ids: Sequence[ParticipantId], kind: ProfilerKind) -> bool:
+        """Whether a profile of these could begin now; False also where the server does not tell."""
+        request = StartProfileRequest(
+            options=MutationOptions(idempotency_key="", validate_only=True),
+            target=ParticipantTargets(participant_ids=tuple(participant_ids)),
+            kinds=(kind,),
+        )
+        message = self._codec.encode(request, pb.StartProfileRequest())
+        try:
+            answer = await self._unary("StartProfile", message)
+        except (Unsupported, PermissionDenied, NotFound, InvalidRequest, PreconditionFailed):
+            return False
+        return answer.HasField("plan") and not answer.plan.blockers
 
     async def stop_profile(self, request: StopProfileRequest, *, timeout_s: float) -> StopProfileResult:
         """StopProfile; writing traces may take minutes."""

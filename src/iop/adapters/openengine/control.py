@@ -195,6 +195,7 @@ class OpenEngineControl:
         try:
             unsettled = await self._unsettled()
             profile = await self._refresh()
+            await self._profiles.note_ended(self._admin(), profile)
         except IopError as exc:
             self._note_failure(exc)
             return [ParticipantReadBack(participant_id=each, reachable=False) for each in participant_ids]
@@ -536,7 +537,12 @@ class OpenEngineControl:
                 label=body.label,
             )
         )
-        self._profiles.note_started(body.profile_id, result.profile_id, call.participant_ids)
+        self._profiles.note_started(
+            body.profile_id,
+            result.profile_id,
+            call.participant_ids,
+            is_bounded=body.max_steps is not None or body.max_duration_ms is not None,
+        )
         return steps.succeeded(call, None)
 
     async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:

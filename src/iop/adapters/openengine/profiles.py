@@ -12,6 +12,7 @@ from typing import Final
 from iop.adapters.openengine import steps
 from iop.adapters.openengine.admin_rpc import AdminRpc
 from iop.admin.enums import AdminOperationKind, AdminOperationState
+from iop.admin.profile import AdminProfile
 from iop.admin.results import StartProfileResult, StopProfileResult
 from iop.admin.steps import profile_id_of
 from iop.core.ids import OperationId, ParticipantId
@@ -29,6 +30,7 @@ class ProfileBook:
         self._engine_ids: dict[str, str] = {}
         self._running: dict[ParticipantId, frozenset[str]] = {}
         self._doubtful: set[str] = set()
+        self._bounded: set[str] = set()
         self._has_asked = False
 
     @property
@@ -40,6 +42,7 @@ class ProfileBook:
         """Nothing records any more in another process of the engine."""
         self._running.clear()
         self._doubtful.clear()
+        self._bounded.clear()
 
     async def learn(self, rpc: AdminRpc) -> None:
         """Take over, once, what a process before us started.
@@ -58,15 +61,38 @@ class ProfileBook:
                 # The engine may have been restarted since, unseen.
                 self._doubtful.add(ours)
 
-    def note_started(self, ours: str, engine_id: str, participants: Iterable[ParticipantId]) -> None:
-        """A profile records now."""
+    async def note_ended(self, rpc: AdminRpc, profile: AdminProfile) -> None:
+        """Find out whether those that end by themselves have: whoever could start another now records none (AD-46).
+
+        Raises:
+            IopError: the engine could not be asked.
+        """
+        unsure = self._bounded | self._doubtful
+        if not unsure:
+            return
+        ids = tuple(sorted(each for each, profiles in self._running.items() if profiles & unsure))
+        kinds = [
+            p.info.capabilities.profiler_kinds for p in profile.participants if p.info.participant_id in ids
+        ]
+        common = sorted(frozenset.intersection(*kinds)) if kinds else []
+        if common and await rpc.could_profile(ids, common[0]):
+            for ours in unsure:
+                self.note_stopped(ours)
+
+    def note_started(
+        self, ours: str, engine_id: str, participants: Iterable[ParticipantId], *, is_bounded: bool = False
+    ) -> None:
+        """A profile records now; a bounded one until it has recorded for so long."""
         self._remember(ours, engine_id)
+        if is_bounded:
+            self._bounded.add(ours)
         for each in participants:
             self._running[each] = self._running.get(each, frozenset()) | {ours}
 
     def note_stopped(self, ours: str) -> None:
         """It records no more."""
         self._doubtful.discard(ours)
+        self._bounded.discard(ours)
         self._running = {each: profiles - {ours} for each, profiles in self._running.items()}
 
     def note_refused(self, ours: str) -> None:
