@@ -8,6 +8,14 @@ from typing import Final
 from replay_engine import Answer, Asked, ReplayEngine
 
 ROUTES: Final = (
+    "/pause_generation",
+    "/continue_generation",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/start_profile",
+    "/stop_profile",
     "/weights_checker",
     "/flush_cache",
     "/init_weights_update_group",

@@ -37,6 +37,7 @@ class Trtllm(ReplayEngine):
             "GET /health": Answer(200, b""),
             "GET /version": Answer.of({"version": "1.4.0"}),
             "GET /v1/models": Answer.of({"data": [{"id": "m"}]}),
+            "GET /start_profile": Answer(405, b'{"detail":"Method Not Allowed"}'),
             "POST /start_profile": self._start,
             "POST /stop_profile": self._stop,
         }
@@ -79,7 +80,7 @@ async def test_a_profile_is_started_stopped_listed_and_fetched(kind: str, tmp_pa
     engine = engine_of(kind)
     async with in_front_of(kind, engine, tmp_path) as adapter:
         assert_all_ok(await do(adapter, START))
-        asked = next(each.body for each in engine.asked if each.path == "/start_profile")
+        asked = next(each.body for each in engine.asked if str(each) == "POST /start_profile")
         assert asked["activities"] == ["CPU", "GPU"]
         assert asked["num_steps"] == 3
         assert prefix_of("p-1") in json.dumps(asked)
@@ -124,6 +125,16 @@ async def test_a_profile_that_left_no_file_is_no_success(
         (outcome,) = (await do(adapter, STOP)).participants
         assert outcome.error is not None
         assert outcome.error.code is AdminErrorCode.VERIFICATION_FAILED
+
+
+@pytest.mark.clause("AD-15", "AD-46")
+async def test_an_older_tensorrt_llm_without_profile_routes_does_not_offer_them(tmp_path: Path) -> None:
+    engine = Trtllm()
+    del engine.routes["GET /start_profile"]
+    async with in_front_of("trtllm", engine, tmp_path) as adapter:
+        (info,) = adapter.participants()
+        assert AdminOperationKind.START_PROFILE not in info.capabilities.operations
+        assert "a newer one" in adapter.capabilities.admin_refusal
 
 
 @pytest.mark.clause("AD-15", "AD-46")

@@ -100,6 +100,37 @@ async def test_a_flush_that_would_speak_of_one_rank_only_is_not_offered() -> Non
             await do(adapter, FLUSH)
 
 
+@pytest.mark.clause("AD-15", "AD-41")
+@pytest.mark.parametrize(
+    ("routes", "operations", "words"),
+    [
+        ((), {AdminOperationKind.PAUSE, AdminOperationKind.RESUME}, "DISABLE_OPENAPI_DOC"),
+        (
+            ("/flush_cache", "/weights_checker"),
+            {AdminOperationKind.PAUSE, AdminOperationKind.RESUME, AdminOperationKind.FLUSH_CACHES},
+            "a newer one",
+        ),
+    ],
+)
+async def test_an_sglang_without_the_routes_is_paused_at_the_gate_and_offers_what_it_has(
+    routes: tuple[str, ...], operations: set[AdminOperationKind], words: str
+) -> None:
+    engine = Sglang()
+    engine.routes["GET /openapi.json"] = Answer.of({"paths": {route: {} for route in routes}})
+    async with in_front_of(engine) as adapter:
+        (info,) = adapter.participants()
+        assert info.capabilities.operations == operations
+        assert info.capabilities.pause_modes == {PauseMode.DRAIN, PauseMode.ABORT}
+        assert BusyPolicy.PREEMPT not in info.capabilities.busy_policies
+        assert_all_ok(await do(adapter, pause(PauseMode.DRAIN)))
+        (back,) = await adapter.read_back([info.participant_id])
+        assert back.paused
+        with pytest.raises(Unsupported, match=words):
+            await do(adapter, release(*KV))
+        assert engine.posts() == []
+        assert_all_ok(await do(adapter, ResumeStep()))
+
+
 @pytest.mark.clause("AD-40")
 async def test_a_busy_flush_is_refused_in_the_engines_words() -> None:
     engine = Sglang()

@@ -47,6 +47,7 @@ from iop.admin.enums import (
     CacheOutcome,
     CachePolicy,
     PauseMode,
+    ProfilerKind,
     ResourceKind,
     WeightFormat,
     WeightRetention,
@@ -85,7 +86,13 @@ NEEDS_SAVER: Final = "start SGLang with --enable-memory-saver"
 NEEDS_ONE_RANK: Final = "with data parallelism SGLang answers for its first rank only"
 GROUP_ROUTES: Final = frozenset({"/init_weights_update_group", "/update_weights_from_distributed"})
 TENSOR_ROUTE: Final = "/update_weights_from_tensor"
-NEEDS_CHECKER: Final = "this SGLang has no /weights_checker to prove new weights with"
+NEEDS_DOCS: Final = "start SGLang without DISABLE_OPENAPI_DOC, so that its routes can be seen"
+NO_ROUTE: Final = "this SGLang has no route for it, or none to prove it with; a newer one has"
+
+PAUSE_ROUTES: Final = frozenset({"/pause_generation", "/continue_generation"})
+MEMORY_ROUTES: Final = frozenset({"/release_memory_occupation", "/resume_memory_occupation"})
+DISK_ROUTES: Final = frozenset({"/update_weights_from_disk", "/update_weight_version", "/weights_checker"})
+PROFILE_ROUTES: Final = frozenset({"/start_profile", "/stop_profile"})
 
 _TAGS: Final = {
     ResourceKind.WEIGHTS: "weights",
@@ -218,32 +225,37 @@ class SglangControl(NativeControl):
     def _offered(self) -> tuple[Capabilities, dict[Op, str]]:
         missing: dict[Op, str] = {}
         operations = set(GATE_OPERATIONS)
-        can_flush = self._info.dp_size <= 1
-        can_release = self._info.enable_memory_saver
-        can_swap = "/weights_checker" in (self._paths or ())
+        paths = self._paths or frozenset()
+        can_pause = self._can_pause()
+        can_flush = self._info.dp_size <= 1 and "/flush_cache" in paths
+        can_release = self._info.enable_memory_saver and can_pause and paths >= MEMORY_ROUTES
+        can_swap = paths >= DISK_ROUTES
         sources = self._swap.sources
-        recorded = self._profiles.kinds()
-        for op, is_there, why in (
-            (Op.FLUSH_CACHES, can_flush, NEEDS_ONE_RANK),
-            (Op.RELEASE_RESOURCES, can_release, NEEDS_SAVER),
-            (Op.RESTORE_RESOURCES, can_release, NEEDS_SAVER),
-            (Op.UPDATE_WEIGHTS, can_swap, NEEDS_CHECKER),
-            (Op.START_PROFILE, bool(recorded), NEEDS_DIRECTORY),
-            (Op.STOP_PROFILE, bool(recorded), NEEDS_DIRECTORY),
+        recorded = self._profiles.kinds() if paths >= PROFILE_ROUTES else frozenset[ProfilerKind]()
+        for op, is_there, routes, why in (
+            (Op.FLUSH_CACHES, can_flush, {"/flush_cache"}, NEEDS_ONE_RANK),
+            (Op.RELEASE_RESOURCES, can_release, PAUSE_ROUTES | MEMORY_ROUTES, NEEDS_SAVER),
+            (Op.RESTORE_RESOURCES, can_release, PAUSE_ROUTES | MEMORY_ROUTES, NEEDS_SAVER),
+            (Op.UPDATE_WEIGHTS, can_swap, DISK_ROUTES, NO_ROUTE),
+            (Op.START_PROFILE, bool(recorded), PROFILE_ROUTES, NEEDS_DIRECTORY),
+            (Op.STOP_PROFILE, bool(recorded), PROFILE_ROUTES, NEEDS_DIRECTORY),
         ):
             if is_there:
                 operations.add(op)
+            elif not paths:
+                missing[op] = NEEDS_DOCS
             else:
-                missing[op] = why
+                missing[op] = why if paths >= routes else NO_ROUTE
         keeps = self._info.enable_weights_cpu_backup
         retention = WeightRetention.OFFLOAD_TO_HOST if keeps else WeightRetention.DISCARD
-        modes = GATE_MODES | {PauseMode.KEEP}
+        modes = GATE_MODES | {PauseMode.KEEP} if can_pause else GATE_MODES
+        policies = frozenset(BusyPolicy) if can_pause else frozenset({BusyPolicy.FAIL, BusyPolicy.WAIT})
         return Capabilities(
             operations=frozenset(operations),
             pause_modes=modes,
             quiesce_modes=modes if can_swap else frozenset(),
             cache_kinds=frozenset({CacheKind.PREFIX}) if can_flush else frozenset(),
-            busy_policies=frozenset(BusyPolicy) if can_flush else frozenset(),
+            busy_policies=policies if can_flush else frozenset(),
             resource_kinds=frozenset(_TAGS) if can_release else frozenset(),
             weight_retentions=frozenset({retention}) if can_release else frozenset(),
             weight_sources=sources if can_swap else frozenset(),
@@ -254,6 +266,9 @@ class SglangControl(NativeControl):
             weight_formats=frozenset({WeightFormat.SAFETENSORS}) if can_swap else frozenset(),
             cache_policies=frozenset(CachePolicy) if can_swap else frozenset(),
         ), missing
+
+    def _can_pause(self) -> bool:
+        return (self._paths or frozenset()) >= PAUSE_ROUTES
 
     def _sources(self) -> frozenset[WeightSourceKind]:
         """From where weights can come. Whose rank is on which device nobody knows, so handles go to one only."""
@@ -274,7 +289,7 @@ class SglangControl(NativeControl):
 
     async def _read(self) -> ParticipantReadBack:
         return self._told(
-            paused=self._is_paused,
+            paused=self._is_paused if self._can_pause() else self._is_gated,
             frozen=self._frozen if self._is_paused else 0,
             released=self._released if self._info.enable_memory_saver else frozenset(),
             weight_version=self._model.weight_version,
@@ -288,6 +303,8 @@ class SglangControl(NativeControl):
 
     async def _pause(self, call: StepCall, step: PauseStep) -> StepResult:
         mode = step.pause.mode
+        if not self._can_pause():
+            return await self._gate_pause(call, step)
         if self._is_paused and self._mode is mode:
             return succeeded(changed=False, work=WorkCounts(kept=self._frozen))
         if self._is_paused:

@@ -46,6 +46,10 @@ KEY_VARIABLE: Final = "TRTLLM_RUNTIME_CONTROL_API_KEY"
 """Of the engine's process, and of the Node's."""
 
 NO_ROUTE: Final = "TensorRT-LLM has no HTTP route for it"
+NO_PROFILER: Final = "this TensorRT-LLM has no profile routes; a newer one has"
+WRONG_METHOD: Final = 405
+"""What its server answers to a GET of a route that it has for POST; 404 where it has none."""
+
 NEEDS_KEY: Final = f"set {KEY_VARIABLE} in the Node's environment as in the engine's"
 NEEDS_SLEEP_MODE: Final = "start trtllm-serve with --enable_sleep_mode"
 KEY_REFUSED: Final = f"the engine has another {KEY_VARIABLE} than the Node"
@@ -117,8 +121,12 @@ class TrtllmControl(NativeControl):
         missing = {Op.FLUSH_CACHES: NO_ROUTE, Op.UPDATE_WEIGHTS: NO_ROUTE}
         if why_not:
             missing |= dict.fromkeys(_MEMORY, why_not)
-        if not (recorded := self._profiles.kinds()):
+        recorded = self._profiles.kinds()
+        if not recorded:
             missing |= dict.fromkeys(_PROFILES, NEEDS_DIRECTORY)
+        elif (await self._http.get("/start_profile")).status != WRONG_METHOD:
+            recorded = frozenset()
+            missing |= dict.fromkeys(_PROFILES, NO_PROFILER)
         return Observed(
             engine_version=version.read(_Version).version if version.is_ok else "",
             capabilities=_capabilities(has_memory=not why_not, recorded=recorded),
