@@ -7,11 +7,13 @@ A server that tells an unknown path (404) from a wrong method (405) shows by tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
+from iop.wire.data_parallel import RANKS_MAX, served_ranks
 from iop.wire.model_facts import ModelFacts
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
     "facts_of_props",
     "facts_of_show",
     "may_be_asked_for_tools",
+    "ranks_of_metrics",
+    "ranks_of_server_info",
     "refuses_tools_at_all",
     "tools_of_model_info",
 ]
@@ -39,6 +43,11 @@ TOOLS_QUESTION: Final = msgspec.json.encode(
     }
 )
 """For llama.cpp's ``/apply-template``, which generates nothing."""
+
+_ENGINE: Final = re.compile(
+    rb'^vllm:num_requests_running\{(?:[^}"\n]|"[^"\n]*")*?\bengine="([0-9]{1,6})"', re.MULTILINE
+)
+"""A sample of vLLM's with the rank that it is of. No part of it crosses a line, so a hostile text costs little."""
 
 _LENGTHS: Final = ("max_model_len", "context_length", "context_window", "max_context_length")
 """How engines and gateways name a model's context in their list."""
@@ -101,6 +110,18 @@ def tools_of_model_info(body: bytes) -> bool | None:
     """What SGLang's ``/model_info`` says: without a parser its calls come back as plain text, and no error."""
     told = _object(body)
     return bool(told["tool_call_parser"]) if "tool_call_parser" in told else None
+
+
+def ranks_of_server_info(body: bytes) -> frozenset[int]:
+    """What SGLang's ``/server_info`` says of data parallelism: its ranks are counted from nought."""
+    size = _object(body).get("dp_size")
+    return served_ranks(size=size) if isinstance(size, int) and not isinstance(size, bool) else frozenset()
+
+
+def ranks_of_metrics(body: bytes) -> frozenset[int]:
+    """The ranks of which vLLM's ``/metrics`` count requests; of too many, none."""
+    found = {int(match[1]) for match in _ENGINE.finditer(body)}
+    return frozenset(found) if len(found) <= RANKS_MAX else frozenset()
 
 
 def facts_of_show(body: bytes) -> ModelFacts:

@@ -30,6 +30,8 @@ from iop.adapters.engine_facts import (
     facts_of_models,
     facts_of_props,
     may_be_asked_for_tools,
+    ranks_of_metrics,
+    ranks_of_server_info,
     refuses_tools_at_all,
     tools_of_model_info,
 )
@@ -138,6 +140,7 @@ class OpenAICompatAdapter(Controlled):
         self._facts: dict[str, ModelFacts] = {}
         self._tools: bool | None = None
         self._absent: frozenset[str] | None = None  # None: not looked for since the engine last came up
+        self._ranks: frozenset[int] | None = None  # the same
         self._open: set[HttpTunnel] = set()
 
     @property
@@ -171,6 +174,9 @@ class OpenAICompatAdapter(Controlled):
             weight_version=self._control.weight_version(),
             model_facts=self._facts,
             absent_operations=self._absent or frozenset(),
+            data_parallel_ranks={}
+            if self._ranks is None
+            else dict.fromkeys(self._config.targets, self._ranks),
         )
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -195,7 +201,7 @@ class OpenAICompatAdapter(Controlled):
         try:
             response = await self._upstream.fetch(request, body_bytes_max=PROBE_BYTES_MAX)
         except IopError as exc:
-            self._absent = None
+            self._absent = self._ranks = None
             self._observe(Health.OFFLINE, exc.message)
         else:
             if response.status in {401, 403}:
@@ -211,7 +217,7 @@ class OpenAICompatAdapter(Controlled):
 
     async def _learn(self, listing: bytes) -> None:
         """Find out once after each start of the engine what it has; every probe, what its list says."""
-        before = (self._facts, self._absent)
+        before = (self._facts, self._absent, self._ranks)
         if self._config.type != "llamacpp":
             if self._config.type == "sglang" and self._absent is None:
                 self._tools = tools_of_model_info(await self._look(b"/model_info"))
@@ -227,8 +233,20 @@ class OpenAICompatAdapter(Controlled):
             self._facts = dict.fromkeys(self._config.targets or self._models[:1], said)
         if self._absent is None:
             self._absent = await self._look_for_absent()
-        if before != (self._facts, self._absent):
+        if self._ranks is None or len(self._ranks) > 1:  # of some, there may be more or fewer by now
+            self._ranks = await self._look_for_ranks()
+        if before != (self._facts, self._absent, self._ranks):
             self._services.on_change()
+
+    async def _look_for_ranks(self) -> frozenset[int]:
+        """The data-parallel ranks that a request can ask for, where the engine has a header for that."""
+        match self._config.type:
+            case "sglang":
+                return ranks_of_server_info(await self._look(b"/server_info"))
+            case "vllm":
+                return ranks_of_metrics(await self._look(b"/metrics"))
+            case _:
+                return frozenset()
 
     async def _look_at_props(self) -> ModelFacts:
         """What llama.cpp says; its template may know tools that the server does not take."""

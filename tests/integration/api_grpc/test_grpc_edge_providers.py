@@ -711,6 +711,23 @@ async def test_equal_routing_keys_find_the_same_provider() -> None:
         assert len(seen) == 1
 
 
+@pytest.mark.clause("SF-21", "SF-22")
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_an_engine_that_speaks_http_gets_a_target_rank_in_its_own_header(kind: str) -> None:
+    async with site_of(pool(kind, "openai_compat")) as site:
+        told = {"data_parallel_ranks:target-of-n1/" + kind: "0-1"}
+        probed = (ProviderSnapshot(id=kind, type=kind, capabilities=told),)
+        site.edge.nodes.on_report(site.node, ProviderReport(providers=probed))
+        assert (await model_of(site)).extra["iop.data_parallel_ranks"] == "0-1"
+        for number in range(2):
+            metadata = (("openengine-target-dp-rank", str(number)),)
+            call = site.inference.Generate(request(), metadata=metadata, timeout=60)
+            stream = await site.stream(number)
+            assert stream.request.adapter == kind
+            assert (b"x-data-parallel-rank", b"%d" % number) in stream.request.headers
+            call.cancel()
+
+
 @pytest.mark.clause("SF-21")
 async def test_a_higher_priority_number_goes_first() -> None:
     async with site_of(pool("openai_compat", capacity=1)) as site:

@@ -14,6 +14,8 @@ from iop.adapters.engine_facts import (
     facts_of_props,
     facts_of_show,
     may_be_asked_for_tools,
+    ranks_of_metrics,
+    ranks_of_server_info,
     refuses_tools_at_all,
     tools_of_model_info,
 )
@@ -100,6 +102,32 @@ def test_no_bytes_break_the_readers(body: bytes) -> None:
 )
 def test_facts_travel_as_text(facts: ModelFacts) -> None:
     assert decode_facts(encode_facts(facts)) == facts
+
+
+@pytest.mark.clause("SF-21", "SF-22")
+@pytest.mark.parametrize(
+    ("told", "ranks"),
+    [({"dp_size": 4}, {0, 1, 2, 3}), ({"dp_size": 1}, {0}), ({"dp_size": 0}, set()), ({}, set())]
+    + [({"dp_size": value}, set()) for value in (-1, "2", True, 10**9)],
+)
+def test_sglang_tells_its_ranks_by_their_number(told: dict[str, object], ranks: set[int]) -> None:
+    assert ranks_of_server_info(json.dumps(told).encode()) == ranks
+
+
+@pytest.mark.clause("SF-21", "SF-22")
+def test_vllm_tells_its_ranks_by_its_counters() -> None:
+    metrics = (
+        b"# TYPE vllm:num_requests_running gauge\n"
+        b'vllm:num_requests_running{engine="0",model_name="a}b"} 0.0\n'
+        b'vllm:num_requests_running{model_name="engine=\\"9",engine="7"} 0.0\n'
+        b'vllm:num_requests_running{model_name="m",engine="1"} 0.0\n'
+        b'vllm:num_requests_waiting{engine="3"} 0.0\nother{engine="4"} 0\n'
+        b'vllm:num_requests_running{model_name="open,engine="5} 0\n'
+    )
+    assert ranks_of_metrics(metrics) == {0, 1}
+    assert ranks_of_metrics(b"") == frozenset()
+    many = b"".join(b'vllm:num_requests_running{engine="%d"} 0\n' % rank for rank in range(2000))
+    assert ranks_of_metrics(many) == frozenset()
 
 
 def test_names_with_commas() -> None:

@@ -24,6 +24,7 @@ from iop.testing.adapter_suite import (
     step_call,
     tunnel_request,
 )
+from iop.testing.stub_engine import StubEngine, whole_answer
 from iop.testing.waiting import free_ports
 from iop.wire.messages import (
     AdapterConfig,
@@ -287,3 +288,39 @@ async def test_nothing_but_a_pause_is_offered_and_the_refusal_says_how_to_get_mo
 @pytest.mark.clause("AD-37", "AD-41")
 class TestSharedPauseSuite(adapter_suite.PauseSuite):
     pass
+
+
+@pytest.mark.clause("SF-21", "SF-22")
+@pytest.mark.parametrize(
+    ("kind", "path", "two", "three"),
+    [
+        ("sglang", b"/server_info", b'{"dp_size": 2}', b'{"dp_size": 3}'),
+        (
+            "vllm",
+            b"/metrics",
+            *(
+                b"".join(b'vllm:num_requests_running{engine="%d"} 0\n' % rank for rank in range(size))
+                for size in (2, 3)
+            ),
+        ),
+        ("openai_compat", b"/metrics", b"", b""),
+    ],
+)
+async def test_engines_with_a_header_for_it_tell_their_data_parallel_ranks(
+    kind: str, path: bytes, two: bytes, three: bytes
+) -> None:
+    told = two
+
+    def on_get(asked: bytes) -> bytes:
+        return whole_answer(told) if asked == path else whole_answer(b'{"data":[]}')
+
+    async with StubEngine(on_get=on_get) as engine:
+        config = replace(config_for(engine.endpoint), type=kind, targets=("m",))
+        async with running(config) as adapter:
+            assert adapter.snapshot().data_parallel_ranks == {}, "nothing is told before it was asked"
+            await adapter.probe()
+            ranks = {0, 1} if two else set()
+            assert adapter.snapshot().data_parallel_ranks == {"m": ranks}
+            told = three
+            await adapter.probe()
+            assert adapter.snapshot().data_parallel_ranks == {"m": {0, 1, 2} if three else set()}

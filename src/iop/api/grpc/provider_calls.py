@@ -23,6 +23,9 @@ PROMPT_FORMAT: Final = "prompt_format"
 
 _PATHS: Final = {"completions": "/v1/completions", "chat_completions": "/v1/chat/completions"}
 
+_TAKES_RANKS: Final = frozenset({"vllm", "sglang"})
+"""Kinds of provider with a header for the data-parallel rank; of others no Node tells any ranks."""
+
 _SPELLINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "llamacpp": {"repetition_penalty": "repeat_penalty", "logprobs": "n_probs"},
 }
@@ -131,7 +134,7 @@ def provider_call(
             is_chat=operation == "chat_completions",
             candidates=_candidates_of(call),
         ),
-        headers=_headers_of(call, request_id),
+        headers=_headers_of(call, request_id, target.adapter_type),
         body=(body,),
         stream=True,
         session_id=session,
@@ -159,12 +162,14 @@ def _missing(call: ports.GenerateCall, able: Abilities) -> Iterator[str]:
         yield f"guided.{call.guide.kind}"
 
 
-def _headers_of(call: ports.GenerateCall, request_id: str) -> list[tuple[bytes, bytes]]:
+def _headers_of(call: ports.GenerateCall, request_id: str, adapter_type: str) -> list[tuple[bytes, bytes]]:
     headers = [
         (b"content-type", b"application/json"),
         (b"accept", b"text/event-stream"),
         (b"x-request-id", request_id.encode("ascii", "replace")),
     ]
+    if call.hints.target_dp_rank is not None and adapter_type in _TAKES_RANKS:
+        headers.append((b"x-data-parallel-rank", b"%d" % call.hints.target_dp_rank))
     if call.hints.traceparent:
         headers.append((b"traceparent", call.hints.traceparent.encode("latin-1")))
     if call.hints.tracestate:
