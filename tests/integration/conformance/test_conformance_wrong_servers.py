@@ -31,6 +31,8 @@ CHEAP = sorted(
 OTHERS = 2
 BOUND_S = 60
 PATIENCE_S = 4.0
+LITTLE_PATIENCE_S = 1.5
+"""With servers that use it up."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +43,11 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-async def judged(recipe: Recipe, checks: Sequence[Check]) -> dict[str, CheckResult]:
+async def judged(
+    recipe: Recipe, checks: Sequence[Check], *, patience_s: float = PATIENCE_S
+) -> dict[str, CheckResult]:
     async with asyncio.timeout(BOUND_S), ConformanceSite(recipe).running() as site:
-        report = await run_suite(Bench(site.target(), site.hooks, patience_s=PATIENCE_S), checks)
+        report = await run_suite(Bench(site.target(), site.hooks, patience_s=patience_s), checks)
     return {result.check_id: result for result in report.results}
 
 
@@ -94,7 +98,8 @@ def test_every_check_has_a_server_that_fails_it() -> None:
 async def test_the_suite_names_the_defect_of(defect: Defect) -> None:
     others = random.Random(defect.name).sample([i for i in CHEAP if i not in defect.caught_by], OTHERS)
     with defect.patch():
-        results = await judged(defect.recipe, [CHECKS[i] for i in (*defect.caught_by, *others)])
+        checks = [CHECKS[i] for i in (*defect.caught_by, *others)]
+        results = await judged(defect.recipe, checks, patience_s=LITTLE_PATIENCE_S)
     missed = [i for i in defect.caught_by if results[i].outcome is not Outcome.FAIL]
     assert not missed, f"{defect.name!r} was not seen by {missed}"
     for check_id in defect.caught_by:

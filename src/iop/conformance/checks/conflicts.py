@@ -90,7 +90,7 @@ async def no_more_than_advertised_at_once(bench: Bench) -> None:
         if any(state == pb.ADMIN_OPERATION_STATE_SUCCEEDED for state in states):
             raise CheckNotRun("the work to wait for does not hold up a pause of every group")
         request = pause_of(last)
-        answer = await bench.call("Pause", request)
+        answer = await bench.call("Pause", request, timeout_s=bench.patience_s)
         answer.refused(grpc.StatusCode.RESOURCE_EXHAUSTED, where=f"one operation more than {most} at once")
         await bench.let_go()
         for stream in streams:

@@ -130,7 +130,8 @@ async def tensors_have_the_bytes_that_they_say(bench: Bench) -> None:
     }
     for what, tensors in wrong.items():
         request = _request(bench, offer, tensors, "conformance-never")
-        (await bench.call("UpdateWeights", request)).refused(Status.INVALID_ARGUMENT, where=what)
+        answer = await bench.call("UpdateWeights", request, timeout_s=bench.patience_s)
+        answer.refused(Status.INVALID_ARGUMENT, where=what)
 
 
 @check("AD-45-inline-digest", clauses=["AD-32", "AD-38"], timeout_s=120.0)
