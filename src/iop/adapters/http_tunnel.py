@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from iop.adapters.base import TunnelStream
+from iop.adapters.http_connection import HttpExchange
 from iop.adapters.http_exchange import HttpRequest, UpstreamError, UpstreamFailure
-from iop.adapters.http_upstream import HttpExchange
 from iop.wire.messages import BodyFraming, CancelReason, Header, StreamError, StreamErrorCode
 
 HOP_BY_HOP: Final = frozenset(

@@ -20,6 +20,7 @@ from iop.adapters.base import (
 )
 from iop.adapters.controlled import Controlled
 from iop.adapters.engine_facts import facts_of_show
+from iop.adapters.http_connection import HttpExchange
 from iop.adapters.http_exchange import (
     HEADERS_TIMEOUT_S,
     HttpRequest,
@@ -29,7 +30,7 @@ from iop.adapters.http_exchange import (
     client_ssl_context,
 )
 from iop.adapters.http_tunnel import refuse_tunnel, stream_error_of
-from iop.adapters.http_upstream import HttpExchange, HttpUpstream
+from iop.adapters.http_upstream import HttpUpstream
 from iop.adapters.ollama_codec import AnswerReader, chat_request, has_tools, refuses_tools
 from iop.adapters.ollama_control import OllamaControl, full_name
 from iop.core.errors import InvalidRequest, IopError, RemoteProtocolError, Unavailable

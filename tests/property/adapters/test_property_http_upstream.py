@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from iop.adapters.http_connection import READ_BYTES, Connection, HttpExchange
 from iop.adapters.http_exchange import HttpRequest, Origin, UpstreamError, UpstreamFailure
-from iop.adapters.http_upstream import READ_BYTES, HttpExchange, HttpUpstream, _Connection
+from iop.adapters.http_upstream import HttpUpstream
 from iop.adapters.ollama_codec import AnswerReader
 from iop.core.errors import RemoteProtocolError
 from iop.wire.messages import BodyFraming, RunEventType
@@ -46,7 +47,7 @@ class Transport:
 
     def __init__(self, line: socket.socket) -> None:
         self.is_closed = False
-        self.connection: _Connection | None = None
+        self.connection: Connection | None = None
         self._line = line
 
     def get_extra_info(self, name: str) -> socket.socket:
@@ -106,7 +107,7 @@ async def outcome(pieces: list[bytes]) -> tuple[Any, ...]:
     async with asyncio.TaskGroup() as tasks:
         client = HttpUpstream(Origin.parse("http://h"))
         client.start(tasks)
-        connection = _Connection(client)
+        connection = Connection(client)
         transport = Transport(ends[0])
         transport.connection = connection
         connection.connection_made(transport)  # type: ignore[arg-type]

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from iop.adapters.http_connection import HEAD_BYTES_MAX, HttpExchange
 from iop.adapters.http_exchange import HttpRequest, Origin, UpstreamError, UpstreamFailure, client_ssl_context
-from iop.adapters.http_upstream import HEAD_BYTES_MAX, HttpExchange, HttpUpstream
+from iop.adapters.http_upstream import HttpUpstream
 from iop.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, RemoteProtocolError, Unavailable
 from iop.testing.adapter_suite import (
     CHUNKED_HEAD,
