@@ -68,20 +68,31 @@ class Chain:
             await edge.settled()
 
 
+@asynccontextmanager
+async def in_row(edges: int, **more: Any) -> AsyncIterator[HttpFleet | Chain]:
+    """One Edge, or two in a row."""
+    if edges == 1:
+        async with fleet_of(**more) as fleet:
+            yield fleet
+        return
+    names = ("fast-latest", "org/Real-8B-Instruct")  # the outer Edge asks by the second
+    async with (
+        fleet_of(aliases=names, **more) as inner,
+        fleet_of(endpoint=inner.url.removesuffix("/v1"), bound_s=100.0) as outer,
+    ):
+        yield Chain(outer, inner)
+
+
 @pytest.mark.slow
 @pytest.mark.clause("SF-01", "SF-02", "SF-06", "SF-07", "SF-24")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_every_scenario_of_the_clients_passes_through_two_edges(kind: str) -> None:
-    names = ("fast-latest", "org/Real-8B-Instruct")  # the outer Edge asks by the second
-    async with (
-        target(kind, aliases=names) as inner,
-        fleet_of(endpoint=inner.url.removesuffix("/v1"), bound_s=100.0) as outer,
-    ):
-        chain = Chain(outer, inner)
+    async with in_row(2, **KINDS[kind]) as chain:
+        chain.stub.script = scripted(kind)
         for dialect, is_sync in itertools.product(TALKS, (False, True)):
             if is_sync and dialect != kind:
                 continue  # the clients differ in how they wait, not in what they say
-            async with Driver(dialect, outer.url, is_sync=is_sync) as driver:
+            async with Driver(dialect, chain.url, is_sync=is_sync) as driver:
                 bench = Bench(driver=driver, fleet=chain, dialect=dialect, kind=kind)
                 for scenario in SCENARIOS:
                     if dialect not in scenario.dialects or kind in scenario.unsaid:
@@ -191,12 +202,17 @@ def _listed(answer: Any) -> Any:
     return list(answer) if isinstance(answer, openai.Stream) else answer
 
 
+ROWS = [(1, False), (1, True), (2, False)]
+"""How many Edges in a row, and which client."""
+ROW_IDS = ["async", "sync", "two Edges"]
+
+
 @pytest.mark.slow
-@pytest.mark.clause("SF-01", "SF-02")
-@pytest.mark.parametrize("is_sync", [False, True], ids=["async", "sync"])
-async def test_completions_by_the_official_client(is_sync: bool) -> None:
+@pytest.mark.clause("SF-01", "SF-02", "SF-24")
+@pytest.mark.parametrize(("edges", "is_sync"), ROWS, ids=ROW_IDS)
+async def test_completions_by_the_official_client(edges: int, is_sync: bool) -> None:
     SEEN.clear()
-    async with fleet_of() as fleet:
+    async with in_row(edges) as fleet:
         fleet.stub.script = texts_engine
 
         async def complete(prompt: str = "p", *, timeout: float = 60.0, retries: int = 0, **more: Any) -> Any:
@@ -266,10 +282,10 @@ async def test_completions_over_a_run_by_the_official_client(is_sync: bool) -> N
         await fleet.settled()
 
 
-@pytest.mark.clause("SF-01", "SF-02")
-@pytest.mark.parametrize("is_sync", [False, True], ids=["async", "sync"])
-async def test_embeddings_by_the_official_client(is_sync: bool) -> None:
-    async with fleet_of() as fleet:
+@pytest.mark.clause("SF-01", "SF-02", "SF-24")
+@pytest.mark.parametrize(("edges", "is_sync"), ROWS, ids=ROW_IDS)
+async def test_embeddings_by_the_official_client(edges: int, is_sync: bool) -> None:
+    async with in_row(edges) as fleet:
         fleet.stub.script = texts_engine
         for coding in ("float", "base64", None):  # without one the client asks for base64 itself
             more = {} if coding is None else {"encoding_format": coding}
@@ -282,13 +298,13 @@ async def test_embeddings_by_the_official_client(is_sync: bool) -> None:
             assert answer.data[0].embedding == wanted
 
 
-@pytest.mark.clause("SF-01", "SF-02", "SF-14")
+@pytest.mark.clause("SF-01", "SF-02", "SF-14", "SF-24")
 @pytest.mark.parametrize("kind", [None, *KINDS])
-@pytest.mark.parametrize("is_sync", [False, True], ids=["async", "sync"])
+@pytest.mark.parametrize(("edges", "is_sync"), ROWS, ids=ROW_IDS)
 async def test_tokens_are_counted_by_the_official_client_on_every_target(
-    is_sync: bool, kind: str | None
+    edges: int, is_sync: bool, kind: str | None
 ) -> None:
-    async with fleet_of(**({} if kind is None else KINDS[kind])) as fleet:
+    async with in_row(edges, **({} if kind is None else KINDS[kind])) as fleet:
         fleet.stub.script = texts_engine
         raw = await ask(
             is_sync,
