@@ -98,6 +98,16 @@ def test_nobody_can_drop_a_bodys_type_by_naming_it() -> None:
     assert kept == [(b"content-type", b"t")]
 
 
+@pytest.mark.case("P-16")
+@pytest.mark.clause("SF-04", "EN-04")
+def test_no_header_of_a_provider_tells_where_it_is() -> None:
+    addresses = [b"http://10.0.0.5:8000/v1/models", b"//10.0.0.5/v1", b"/\\10.0.0.5/v1", b"10.0.0.5"]
+    told = [(name, value) for name in (b"Location", b"Content-Location", b"Alt-Svc") for value in addresses]
+    assert provider_headers([*told, (b"Refresh", b"0; url=http://10.0.0.5/")]) == []
+    paths = [(b"Location", b"/v1/chat/completions"), (b"Content-Location", b"/a?b=c")]
+    assert provider_headers(paths) == [(name.lower(), value) for name, value in paths]
+
+
 @pytest.mark.clause("SF-04", "SF-14", "SF-24")
 def test_what_another_edge_says_of_its_answer_passes_and_what_it_says_of_itself_does_not() -> None:
     told = [(b"X-Iop-Origin", b"edge"), (b"x-iop-reason", b"queue_full"), (b"x-iop-estimate", b"1")]

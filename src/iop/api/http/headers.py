@@ -57,8 +57,14 @@ _NEVER_TO_CALLER: Final = _HOP_BY_HOP | {
     b"content-length",
     b"date",
     b"alt-svc",
+    # These name a place by its address; see below (EN-04).
+    b"location",
+    b"content-location",
+    b"refresh",
     b"x-request-id",
 }
+
+_PLACES: Final = frozenset({b"location", b"content-location"})
 
 _OURS: Final = b"x-iop-"
 
@@ -128,6 +134,8 @@ def provider_headers(headers: Sequence[tuple[bytes, bytes]]) -> HeaderList:
         if lowered in _NEVER_TO_CALLER:
             if lowered == b"connection" and value.lower() not in _USUAL_CONNECTIONS:
                 named |= _named_by_connection([(lowered, value)])
+            elif lowered in _PLACES and value[:1] == b"/" and value[1:2] not in (b"/", b"\\"):
+                kept.append((lowered, value))  # a path, which is the Edge's as well
         elif not lowered.startswith(_OURS) or lowered in _OF_ANOTHER_EDGE:
             kept.append((lowered, value))
     return [field for field in kept if field[0] not in named] if named else kept
