@@ -57,7 +57,9 @@ def test_a_run_takes_the_callers_request_id_with_it() -> None:
 def test_a_run_takes_the_callers_priority_with_it() -> None:
     urgent = structs.replace(request(), priority=7)
     assert hop_metadata({}, urgent, "b")["iop-priority"] == "7"
-    assert hop_metadata({"iop-priority": "900"}, urgent, "b")["iop-priority"] == "900", "as it came, unclamped"
+    assert hop_metadata({"iop-priority": "900"}, urgent, "b")["iop-priority"] == "900", (
+        "as it came, unclamped"
+    )
 
 
 def test_what_a_stranger_says_is_bounded_and_cannot_end_a_line() -> None:
