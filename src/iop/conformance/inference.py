@@ -172,13 +172,15 @@ class Inference(Protocol):
         """
         pace = await self._pace(model)
         length = pace.finishing if must_finish else pace.longest
+        # Of different lengths, or all would end in the same moment, which may be the one in which a pause arrives.
+        lengths = [min(pace.longest, length + index * length // CALLERS) for index in range(CALLERS)]
         traffic, begun, first = Traffic(), asyncio.Event(), Generation()
         async with asyncio.TaskGroup() as tasks:
             callers = [
                 tasks.create_task(
-                    self._call_again(traffic, model, length, first=first, begun=begun), name="caller"
+                    self._call_again(traffic, model, each, first=first, begun=begun), name="caller"
                 )
-                for _ in range(CALLERS)
+                for each in lengths
             ]
             try:
                 await _begins(begun, first)

@@ -284,6 +284,9 @@ class Participants:
                 )
             before = counted
         result = await self._send(call, group, report)
+        # Of what the Edge counted as frozen, some may have ended before the engine stood still.
+        still = self._dispatcher.running_on((group.key,)) if before.kept else 0
+        before = replace(before, kept=min(before.kept, still))
         if isinstance(call.body, ResumeStep) and all(o.error is None for o in result.participants):
             self._dispatcher.thaw((group.key,))
         self._learn_versions(group, result.participants)

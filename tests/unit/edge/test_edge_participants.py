@@ -313,6 +313,23 @@ async def test_a_drain_that_runs_out_of_time_fails_or_aborts_as_asked(fleet):
     assert handle.outcome is Outcome.ABORTED_BY_ADMIN
 
 
+@pytest.mark.clause("AD-41")
+async def test_a_request_that_ended_before_the_engine_stood_still_is_not_told_as_kept(fleet):
+    edge, engine, node = fleet
+    early = await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+    await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
+
+    def ends_one(step):
+        node.streams[0].start()
+        node.streams[0].end()
+        return engine.step(step)
+
+    node.answer_step = ends_one
+    result = await edge.participants.execute(call(pause(PauseMode.KEEP)), lambda _: None)
+    assert early.outcome is Outcome.COMPLETE
+    assert result.work.kept == 1
+
+
 @pytest.mark.clause("AD-41", "SF-12")
 async def test_keep_freezes_the_edges_clocks_until_the_engine_resumed(fleet):
     edge, engine, node = fleet

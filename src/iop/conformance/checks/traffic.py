@@ -164,7 +164,9 @@ class _Met:
         """Whether it found any request, by what it says or by what became of them."""
         counted = self.result.drained or self.result.aborted or self.result.kept
         ended = any(g.outcome not in {"", "finished"} for g in self.traffic.generations)
-        return bool(counted or self.seen or ended or self.traffic.running())
+        # What a drain was to wait for has ended by now; to any other pause that means that it came too late for it.
+        drained = self.seen and self.result.mode == pb.PAUSE_MODE_DRAIN
+        return bool(counted or drained or ended or self.traffic.running())
 
     async def resume(self) -> Answer:
         """End the pause."""
