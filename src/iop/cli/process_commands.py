@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import shutil
@@ -19,6 +20,8 @@ from iop.cli.output import data, exit_with, notes
 from iop.obs import LogFormat, configure_logging
 
 __all__ = ["ROLES", "register"]
+
+_log = logging.getLogger(__name__)
 
 
 class _Format(StrEnum):
@@ -146,9 +149,9 @@ def edge(
     from iop.app.edge import edge_role
     from iop.app.process import run_role
 
-    _logs("edge", log_format, log_level)
+    warn = _logs("edge", log_format, log_level)
     flags = _flags("listen", http=http, openengine=openengine, admin=admin, ops=ops, nodes=nodes)
-    exit_with(run_role(lambda: edge_role(config, flags=flags, warn=_warn), ready_file=ready_file))
+    exit_with(run_role(lambda: edge_role(config, flags=flags, warn=warn), ready_file=ready_file))
 
 
 def node(
@@ -182,8 +185,8 @@ def node_daemon(
     from iop.app.node import node_role
     from iop.app.process import run_role
 
-    _logs("node", log_format, log_level)
-    exit_with(run_role(lambda: node_role(config, warn=_warn), ready_file=ready_file))
+    warn = _logs("node", log_format, log_level)
+    exit_with(run_role(lambda: node_role(config, warn=warn), ready_file=ready_file))
 
 
 def engine(
@@ -211,7 +214,7 @@ def engine(
     from iop.app.engine import engine_role
     from iop.app.process import run_role
 
-    _logs("engine", log_format, log_level)
+    warn = _logs("engine", log_format, log_level)
     flags = _flags("listen", http=http, openengine=openengine, admin=admin)
     if ranks is not None:
         flags["ranks"] = (str(ranks), "--ranks")
@@ -219,7 +222,7 @@ def engine(
         flags["checkpoint"] = (str(checkpoint), "--checkpoint")
     exit_with(
         run_role(
-            lambda: engine_role(config, flags=flags, warn=_warn, has_run_file=run_file), ready_file=ready_file
+            lambda: engine_role(config, flags=flags, warn=warn, has_run_file=run_file), ready_file=ready_file
         )
     )
 
@@ -241,15 +244,20 @@ def _flags(section: str, **values: str | None) -> dict[str, tuple[str, str]]:
     return {f"{section}.{name}": (value, f"--{name}") for name, value in _given(**values).items()}
 
 
-def _logs(process: str, fmt: _Format, level: _Level) -> None:
+def _logs(process: str, fmt: _Format, level: _Level) -> Callable[[str], None]:
+    """Set logging up; returns how to warn: in a line that whoever reads the log can read, too."""
     is_json = fmt is _Format.JSON or (fmt is _Format.AUTO and not sys.stderr.isatty())
     configure_logging(
         fmt=LogFormat.JSON if is_json else LogFormat.CONSOLE, level=level.value.upper(), process=process
     )
 
+    def warn(message: str) -> None:
+        if is_json:
+            _log.warning("config.warned", extra={"reason": message})
+        else:
+            notes.print(f"warning: {message}", style="yellow")
 
-def _warn(message: str) -> None:
-    notes.print(f"warning: {message}", style="yellow")
+    return warn
 
 
 def _what_to_try(started: Any) -> list[str]:

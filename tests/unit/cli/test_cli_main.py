@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from iop import __version__
+from iop.cli import process_commands
 from iop.cli.main import run
 from iop.cli.output import print_error
 from iop.core.errors import Unauthenticated
@@ -128,3 +129,23 @@ def test_tables_keep_one_line_per_row_however_narrow_the_terminal(
     assert run(["config", "check", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split() == ["limits.total_timeout_sec", "3600", "default"] for line in lines)
+
+
+@pytest.mark.parametrize("is_json", [True, False])
+def test_a_warning_of_a_role_stands_in_its_log_as_a_line_like_all_others(
+    is_json: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bare text among JSON objects breaks whoever parses the log."""
+    monkeypatch.setattr(process_commands, "configure_logging", lambda **_options: None)
+    fmt = process_commands._Format.JSON if is_json else process_commands._Format.CONSOLE
+    warn = process_commands._logs("edge", fmt, process_commands._Level.INFO)
+    warn("the admin listener refuses everybody")
+    logged = [vars(record)["reason"] for record in caplog.records if record.message == "config.warned"]
+    told = capsys.readouterr().err
+    if is_json:
+        assert (logged, told) == (["the admin listener refuses everybody"], "")
+    else:
+        assert (logged, told) == ([], "warning: the admin listener refuses everybody\n")
