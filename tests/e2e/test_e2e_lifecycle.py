@@ -52,6 +52,7 @@ def test_up_says_what_to_try_writes_run_json_and_stops_cleanly(tmp_path: Path) -
         assert len(started) >= 6, "the parent, three parts and two ranks"
         fleet.process.send_signal(signal.SIGINT)
         assert fleet.process.wait(timeout=60) == 0
+        assert "stopping: running answers may finish" in (home / "up.out").read_text()
         assert alive(started) == []
         assert not run_file.exists()
         assert not (home / "ready.json").exists()

@@ -85,6 +85,7 @@ class Up:
         options: what the flags said.
         environment: the process's variables; those of the config reach the parts too.
         on_step: told what is being started, for people.
+        on_stop: told that all is being stopped because somebody wished it.
         on_ready: told once, when everything serves.
         on_lost: told the part that ended by itself, and how.
     """
@@ -95,12 +96,14 @@ class Up:
         *,
         environment: Mapping[str, str],
         on_step: Callable[[str], None],
+        on_stop: Callable[[], None],
         on_ready: Callable[[Started], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self._options = options
         self._environment = environment
         self._on_step = on_step
+        self._on_stop = on_stop
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._parts: list[Part] = []
@@ -127,6 +130,8 @@ class Up:
             except BaseException:
                 await self._stop(in_order=False)
                 raise
+            if lost is None:
+                self._on_stop()
             await self._stop(in_order=lost is None)
         if lost is not None:
             self._on_lost(lost)

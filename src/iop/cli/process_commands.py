@@ -119,6 +119,9 @@ def up(
         options,
         environment=os.environ,
         on_step=lambda name: notes.print(f"starting {name} ..."),
+        on_stop=lambda: notes.print(
+            "stopping: running answers may finish; Ctrl-C again ends them at once ..."
+        ),
         on_ready=on_ready,
         on_lost=lambda message: notes.print(
             f"error: {message}\nall other parts have been stopped", style="red"
