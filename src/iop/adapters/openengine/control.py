@@ -14,14 +14,12 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
-import grpc
-
 from iop.adapters.base import AdapterServices, TunnelStream
 from iop.adapters.http_tunnel import refuse_tunnel
 from iop.adapters.openengine import steps
 from iop.adapters.openengine.admin_rpc import AdminRpc, OperationFailedError
 from iop.adapters.openengine.artifact_fetch import ArtifactFetch
-from iop.adapters.openengine.channel import bearer, check_authority, connect, error_of, open_channel
+from iop.adapters.openengine.link import AdminLink
 from iop.adapters.openengine.profiles import ProfileBook
 from iop.admin.enums import (
     AdminErrorCode,
@@ -33,7 +31,6 @@ from iop.admin.enums import (
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import ActivePause, ActiveRelease, AdminProfile, ParticipantInfo
 from iop.admin.requests import (
-    DiskSource,
     FlushCachesRequest,
     MutationRequest,
     PauseRequest,
@@ -82,7 +79,6 @@ from iop.admin.steps import (
 from iop.core.errors import (
     Conflict,
     DeadlineExceeded,
-    InvalidRequest,
     IopError,
     NotFound,
     PermissionDenied,
@@ -93,7 +89,6 @@ from iop.core.errors import (
     Unsupported,
 )
 from iop.core.ids import ParticipantId
-from iop.pb.openengine.v1 import openengine_pb2_grpc, server_pb2
 from iop.wire.messages import OpenEngineSettings, StreamErrorCode
 
 _log = logging.getLogger(__name__)
@@ -116,73 +111,58 @@ class OpenEngineControl:
     """
 
     def __init__(self, settings: OpenEngineSettings, services: AdapterServices) -> None:
-        check_authority(settings.tls_ca_pem)
-        self._settings = settings
         self._services = services
-        self._channel: grpc.aio.Channel | None = None
-        self._core_channel: grpc.aio.Channel | None = None
-        self._rpc: AdminRpc | None = None
-        self._profile: AdminProfile | None = None
-        self._instance = ""
-        self._failure = "the engine's admin listener was not asked yet"
+        self._profiles = ProfileBook()
+        self._link = AdminLink(settings, services, on_restart=self._forget, on_look=self._profiles.learn)
         self._frozen = 0
         self._tasks: asyncio.TaskGroup | None = None
-        self._sources: dict[str, tuple[str, DiskSource]] = {}
-        self._sources_asked: object = None
         self._artifacts: dict[str, ProfileArtifact] = {}
-        self._profiles = ProfileBook()
         self._under_way: set[str] = set()
-        self._ill: dict[ParticipantId, str] = {}
         self._serving: dict[ParticipantId, dict[ReconfigurableField, ServingValue]] = {}
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Open the channels; they connect when first used."""
         self._tasks = tasks
-        self._channel = open_channel(self._settings.admin_target, ca_pem=self._settings.tls_ca_pem)
-        self._rpc = AdminRpc(self._channel, self._settings.admin_token)
-        if self._settings.target:
-            self._core_channel = open_channel(self._settings.target, ca_pem=self._settings.tls_ca_pem)
+        self._link.start()
 
     async def aclose(self) -> None:
         """Close the channels; mutations go on at the engine."""
-        self._rpc = None
-        for channel in (self._channel, self._core_channel):
-            if channel is not None:
-                await channel.close(None)
-        self._channel = self._core_channel = None
+        await self._link.aclose()
 
     @property
     def failure(self) -> str:
         """Why the admin listener does not answer; empty while it does."""
-        return self._failure
+        return self._link.failure
 
     async def probe(self) -> None:
         """Read instance and profile."""
         try:
-            await self._refresh()
+            await self._link.refresh()
         except IopError as exc:
-            self._note_failure(exc)
+            self._link.note_failure(exc)
 
     def weight_version(self) -> str:
         """The label that all ranks share."""
-        if self._profile is None:
+        profile = self._link.profile
+        if profile is None:
             return ""
-        versions = {each.weight_version for each in self._profile.participants}
+        versions = {each.weight_version for each in profile.participants}
         return versions.pop() if len(versions) == 1 else ""
 
     def participants(self) -> Sequence[ParticipantInfo]:
         """As of the last read."""
-        if self._profile is None:
+        profile = self._link.profile
+        if profile is None:
             return ()
-        return steps.infos_of(self._profile, instance=self._instance, sources=self._sources)
+        return steps.infos_of(profile, instance=self._link.instance, sources=self._link.sources)
 
     def open_artifact(self, uri: str, stream: TunnelStream, on_done: Callable[[], None]) -> None:
         """From the engine's own admin listener, under the credential of its steps (AD-46)."""
-        if self._rpc is None or self._tasks is None:
+        if not self._link.is_open or self._tasks is None:
             refuse_tunnel(stream, StreamErrorCode.UPSTREAM_ERROR, "the adapter is closed")
             on_done()
             return
-        fetch = ArtifactFetch(self._rpc, uri, stream, named=self._artifacts.get(uri))
+        fetch = ArtifactFetch(self._link.rpc(), uri, stream, named=self._artifacts.get(uri))
         fetch.bind()
         self._tasks.create_task(fetch.run(on_done), name="artifact")
 
@@ -194,10 +174,10 @@ class OpenEngineControl:
         """
         try:
             unsettled = await self._unsettled()
-            profile = await self._refresh()
+            profile = await self._link.refresh()
             await self._profiles.note_ended(self._admin(), profile)
         except IopError as exc:
-            self._note_failure(exc)
+            self._link.note_failure(exc)
             return [ParticipantReadBack(participant_id=each, reachable=False) for each in participant_ids]
         told = [each for each in participant_ids if each not in unsettled]
         seen = {each.participant_id: each for each in self._read(profile, told)}
@@ -250,7 +230,7 @@ class OpenEngineControl:
         """
         try:
             await self._end_what_was_given_up(call)
-            return await self._refresh()
+            return await self._link.refresh()
         except (DeadlineExceeded, RemoteProtocolError) as exc:
             raise Unavailable(exc.message, reason=exc.reason) from exc
 
@@ -374,7 +354,7 @@ class OpenEngineControl:
                 options=steps.options_of(call), target=steps.targets_of(call), pause=body.pause
             )
             result = steps.succeeded(call, await self._mutate(call, request, report))
-        read = self._read(await self._refresh(), call.participant_ids)
+        read = self._read(await self._link.refresh(), call.participant_ids)
         awake = [back.participant_id for back in read if not back.paused]
         if awake:
             return steps.not_verified(
@@ -386,7 +366,7 @@ class OpenEngineControl:
     async def _resume(self, call: StepCall, profile: AdminProfile, report: ProgressSink) -> StepResult:
         ours = await self._ours(steps.pauses_over(profile, call.participant_ids))
         resumed = await self._end_pauses(call, ours, report, is_whole_step=len(ours) == 1)
-        read = self._read(await self._refresh(), call.participant_ids)
+        read = self._read(await self._link.refresh(), call.participant_ids)
         asleep = [back.participant_id for back in read if back.paused is not False]
         if asleep:
             return steps.not_verified(
@@ -428,7 +408,7 @@ class OpenEngineControl:
                 weight_retention=body.weight_retention if _has_weights(kinds) else None,
             )
             result = await self._mutate(call, request, report)
-        read = self._read(await self._refresh(), call.participant_ids)
+        read = self._read(await self._link.refresh(), call.participant_ids)
         bad = [back.participant_id for back in read if not set(body.kinds) <= (back.released or frozenset())]
         if bad:
             return steps.not_verified(
@@ -452,7 +432,7 @@ class OpenEngineControl:
             result = await self._mutate(call, request, report)
             if isinstance(result, RestoreResourcesResult):
                 amounts += result.restored
-        read = self._read(await self._refresh(), call.participant_ids)
+        read = self._read(await self._link.refresh(), call.participant_ids)
         bad = [
             back.participant_id for back in read if back.released is None or set(body.kinds) & back.released
         ]
@@ -515,7 +495,7 @@ class OpenEngineControl:
         )
 
     async def _verified_weights(self, call: StepCall, version: str) -> StepResult:
-        read = self._read(await self._refresh(), call.participant_ids)
+        read = self._read(await self._link.refresh(), call.participant_ids)
         bad = [back.participant_id for back in read if back.weight_version != version]
         if bad:
             return steps.not_verified(call, "the engine serves another weight version", bad=bad)
@@ -578,9 +558,13 @@ class OpenEngineControl:
     # -- inside --
 
     def _admin(self) -> AdminRpc:
-        if self._rpc is None:
-            raise Unavailable("the adapter is closed", reason="CLOSED")
-        return self._rpc
+        return self._link.rpc()
+
+    def _forget(self) -> None:
+        """What another process of the engine told."""
+        self._frozen = 0
+        self._profiles.engine_restarted()
+        self._serving.clear()
 
     async def _mutate(
         self, call: StepCall, request: MutationRequest, report: ProgressSink
@@ -633,85 +617,11 @@ class OpenEngineControl:
         return steps.read_back_of(
             profile,
             participant_ids,
-            instance=self._instance,
+            instance=self._link.instance,
             profiles_running=self._profiles.running,
             frozen=self._frozen,
             serving=self._serving,
         )
-
-    async def _refresh(self) -> AdminProfile:
-        """Read instance and profile; what another process of the engine told is forgotten."""
-        if self._core_channel is not None:
-            instance = await self._read_instance(self._core_channel)
-            if instance != self._instance:
-                _log.info("engine.instance_changed")
-                self._instance = instance
-                self._services.on_change()
-                self._frozen = 0
-                self._profiles.engine_restarted()
-                self._serving.clear()
-        before = self._profile
-        self._profile = await self._admin().profile()
-        self._note_quarantine(self._profile)
-        await self._learn_sources(self._profile)
-        await self._profiles.learn(self._admin())
-        if self._failure or before is None or self._profile.participants != before.participants:
-            self._failure = ""
-            self._services.on_change()
-        return self._profile
-
-    def _note_quarantine(self, profile: AdminProfile) -> None:
-        """Say once why the engine itself lets some of its ranks take no inference; only it knows (AD-31)."""
-        ill = {
-            each.info.participant_id: each.quarantine_reason
-            for each in profile.participants
-            if each.quarantined
-        }
-        if ill != self._ill:
-            for participant, reason in ill.items():
-                _log.warning("engine.quarantined participant=%s reason=%s", participant, reason[:512])
-            self._ill = ill
-
-    async def _learn_sources(self, profile: AdminProfile) -> None:
-        """Ask where the weights in force can be read again, once for each state of them; not every server tells."""
-        state = (self._instance, profile.weights, tuple(each.weight_version for each in profile.participants))
-        if state == self._sources_asked:
-            return
-        try:
-            sources = await self._admin().weight_sources()
-        except (Unsupported, PermissionDenied, NotFound, InvalidRequest):
-            sources = {}
-        except IopError:
-            return  # asked again with the next look
-        self._sources_asked = state
-        if sources != self._sources:
-            self._sources = sources
-            self._services.on_change()
-
-    async def _read_instance(self, channel: grpc.aio.Channel) -> str:
-        await connect(channel)
-        stub: Any = openengine_pb2_grpc.ControlStub(channel)
-        try:
-            info = await stub.GetServerInfo(
-                server_pb2.GetServerInfoRequest(), metadata=bearer(self._settings.api_key), timeout=5.0
-            )
-        except grpc.aio.AioRpcError as exc:
-            raise error_of(exc) from exc
-        return str(info.instance_id)
-
-    def _note_failure(self, error: IopError) -> None:
-        words = error.message
-        if isinstance(error, Unauthenticated | PermissionDenied):
-            # It is mended elsewhere than where it shows, so say where.
-            words = (
-                f"the engine's admin server refuses the credential: {words}. Set admin.token of this adapter in the"
-                " Edge's config to a token of a principal of that server with role admin"
-            )
-        if words != self._failure:
-            _log.warning("engine_admin.unreachable reason=%s", words)
-            self._failure = words
-            if self._profile is not None:
-                self._services.on_change()
 
 
 def _untouched(call: StepCall) -> StepResult:
