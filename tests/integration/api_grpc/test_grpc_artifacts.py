@@ -65,6 +65,7 @@ async def test_only_who_may_read_the_profile_may_read_its_files(
     assert [(name, outcome) for name, _, outcome in operations.audited] == [
         ("flusher", "PERMISSION_DENIED"),
         ("viewer", "ARTIFACT_NOT_FOUND"),
+        ("viewer", "INVALID_FIELD"),
         ("viewer", "ALLOWED"),
     ]
 
