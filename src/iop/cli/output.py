@@ -39,8 +39,14 @@ notes = Printer(to_stderr=True)
 _HINTS: Mapping[str, str] = {
     "NO_CREDENTIAL": "Name a token, as in --token file:PATH or --token env:NAME.",
     "UNKNOWN_CREDENTIAL": "Is --token one of that server's, and --target the server that you mean?",
+    "NOT_PAUSED": "Pause first, or say --mode drain, abort or keep: it then pauses for this alone.",
+    "PARTIAL_GROUP": "The ranks of one engine act only together: name each by --participant, or say --model or --all.",
+    "STALE_EPOCH": "iop admin profile shows the epochs that are in force.",
+    "REVISION_MISMATCH": "iop admin list shows what was done since; look, then give the current revision.",
+    "IDEMPOTENCY_KEY_REUSED": "Repeat the very same request, or give another --key.",
+    "weight_retention": "Say --retention offload or --retention discard.",
 }
-"""What to do about a refusal that a server words for every kind of client, by its reason."""
+"""What to do about a refusal that a server words for every kind of client, by its reason or the field it names."""
 
 
 def print_json(value: object) -> None:
@@ -85,7 +91,7 @@ def print_error(error: IopError, *, as_json: bool) -> None:
     codes = error.status.grpc if error.reason == error.code.value else f"{error.status.grpc}, {error.reason}"
     known = " ".join(f"{key}={value}" for key, value in error.details.items())
     notes.print(f"error: {error.message}", f"({codes}{'; ' if known else ''}{known})", style="red")
-    hint = _HINTS.get(error.reason)
+    hint = _HINTS.get(error.reason) or _HINTS.get(error.details.get("field", ""))
     if hint is not None:
         notes.print(hint)
 

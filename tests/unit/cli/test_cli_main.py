@@ -11,7 +11,7 @@ from iop import __version__
 from iop.cli import process_commands
 from iop.cli.main import run
 from iop.cli.output import print_error
-from iop.core.errors import Unauthenticated
+from iop.core.errors import InvalidRequest, Unauthenticated
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,11 @@ def test_a_server_that_is_not_there_is_exit_1_and_one_object(capsys: pytest.Capt
     [
         ("NO_CREDENTIAL", "--token file:PATH"),
         ("UNKNOWN_CREDENTIAL", "--target"),
+        ("NOT_PAUSED", "--mode drain"),
+        ("PARTIAL_GROUP", "--participant"),
+        ("STALE_EPOCH", "iop admin profile"),
+        ("REVISION_MISMATCH", "iop admin list"),
+        ("IDEMPOTENCY_KEY_REUSED", "another --key"),
         ("MISSING_PERMISSION", None),
     ],
 )
@@ -76,6 +81,14 @@ def test_a_refusal_over_a_credential_says_which_option_to_use(
     assert first == f"error: Refused. (UNAUTHENTICATED, {reason})"
     assert [hint in line for line in rest if hint] == [True] * (hint is not None)
     assert len(rest) == (hint is not None)
+
+
+def test_a_refusal_that_names_a_field_comes_with_the_option_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    field = {"field": "weight_retention"}
+    print_error(InvalidRequest("required", reason="INVALID_FIELD", details=field), as_json=False)
+    assert "--retention offload" in capsys.readouterr().err
 
 
 def test_version_and_help_teach(capsys: pytest.CaptureFixture[str]) -> None:
