@@ -120,6 +120,7 @@ class Connection(asyncio.BufferedProtocol):
         self._is_paused = False
         self._is_write_paused = False
         self._unframed_bytes = 0
+        self._refusal = ""
         self._unsent: deque[memoryview] = deque()
         self._on_dropped: Callable[[], None] | None = None
         self.idle_since = 0.0
@@ -148,11 +149,14 @@ class Connection(asyncio.BufferedProtocol):
             exchange.fail(UpstreamFailure.UPSTREAM_ERROR, "the engine switched protocols unasked")
             return
         except httptools.HttpParserError:
-            if not self._is_complete:
+            if not self._is_complete and not self._refusal:
                 self._deliver(exchange)
                 exchange.fail(self._broken(), "the engine's answer is not valid HTTP")
                 return
             self._is_poisoned = True
+        if self._refusal:
+            exchange.fail(UpstreamFailure.UPSTREAM_ERROR, self._refusal)
+            return
         self._deliver(exchange)
         if self._exchange is not exchange:
             return
@@ -220,6 +224,9 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._is_head_done = True
         self._unframed_bytes = 0
+        self._refusal = _refusal(status, headers)
+        if self._refusal:
+            return
         self._framing = _framing(exchange.request.method, status, headers)
         sink = exchange._sink
         if sink is None:
@@ -347,6 +354,17 @@ class Connection(asyncio.BufferedProtocol):
         """Write body slices while the socket takes them."""
         while self._unsent and not self._is_write_paused and self._transport is not None:
             self._transport.write(self._unsent.popleft())
+
+
+def _refusal(status: int, headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """Why an answer cannot be handed on as it is; empty: it can."""
+    if not 200 <= status <= 999:
+        return "the engine's answer has no valid status"
+    for name, value in headers:
+        if len(name) == 17 and name.lower() == b"transfer-encoding" and value.lower().strip() != b"chunked":
+            # It stops here, so its bytes would no longer say how they are to be read.
+            return "the engine's answer is transferred in a coding that was not asked for"
+    return ""
 
 
 def _framing(method: bytes, status: int, headers: Sequence[tuple[bytes, bytes]]) -> BodyFraming:

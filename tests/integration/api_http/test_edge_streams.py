@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import random
 import zlib
 
 import openai
@@ -241,6 +242,30 @@ async def test_a_provider_that_compresses_anyway(is_accepted: bool) -> None:
         else:
             assert b"content-encoding" not in fields
             assert body == clear
+
+
+@pytest.mark.case("P-05")
+@pytest.mark.clause("SF-03", "SF-14")
+@pytest.mark.parametrize("coding", [b"gzip", b"deflate"])
+async def test_what_was_unpacked_and_lacks_its_end_is_no_whole_answer(coding: bytes) -> None:
+    """Its length is right: the provider packed a cut answer, or lost the rest on the way here."""
+    clear = b'{"id":"c","choices":[],"text":"' + random.Random(1).randbytes(4000).hex().encode() + b'"}'
+    packed = gzip.compress(clear) if coding == b"gzip" else zlib.compress(clear)
+    to_send = [packed, packed[:-9], packed[: len(packed) // 2]]
+
+    async def script(call: StubCall) -> None:
+        await call.write(whole_answer(to_send.pop(0), b"Content-Encoding: " + coding))
+
+    async with fleet_of() as fleet:
+        fleet.stub.script = script
+        assert (await fleet.post(PLAIN))[2] == clear
+        while to_send:
+            caller = await fleet.call()
+            await caller.send(post(PLAIN, b"x-request-id: cut"))
+            answer = await caller.read_to_end()
+            assert not answer.endswith(b"\r\n0\r\n\r\n"), "closed without its proper end"
+            await fleet.settled()
+            assert fleet.outcome("cut") is Outcome.UPSTREAM_TRUNCATED
 
 
 @pytest.mark.case("P-05")

@@ -281,6 +281,10 @@ async def test_a_reset_inside_a_close_delimited_body_is_a_cut() -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
         CHUNKED_HEAD + b"zz\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 099 Odd\r\nContent-Length: 2\r\n\r\nab",
+        b"HTTP/1.1 000 Odd\r\n\r\n",
+        CHUNKED_HEAD.replace(b"chunked", b"gzip, chunked") + b"3\r\nabc\r\n0\r\n\r\n",
+        CHUNKED_HEAD.replace(b"chunked", b"gzip") + b"abc",
     ],
 )
 async def test_what_is_not_http_fails_and_closes(answer: bytes) -> None:
@@ -288,6 +292,7 @@ async def test_what_is_not_http_fails_and_closes(answer: bytes) -> None:
         sink = await client.get()
         assert sink.error is not None
         assert sink.error.failure in {UpstreamFailure.UPSTREAM_ERROR, UpstreamFailure.TRUNCATED}
+        assert sink.error.failure is UpstreamFailure.TRUNCATED or not sink.body
         await eventually(lambda: client.client.connection_count == 0)
 
 

@@ -25,6 +25,11 @@ class Decoder:
         self._is_begun = False
         self._machine = zlib.decompressobj(zlib.MAX_WBITS | 16)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether what came ends where its coding says, or is nothing."""
+        return not self._is_begun or self._machine.eof
+
     def decode(self, data: bytes) -> bytes:
         """The clear bytes of ``data``.
 

@@ -126,6 +126,9 @@ class Relay:
 
     def on_response_start(self, *, status: int, headers: Sequence[Header], framing: BodyFraming) -> None:
         """Pass on the provider's head, and decide how its body is watched."""
+        if not 200 <= status <= 999:  # a Node's word: nothing that a caller could take for an interim answer
+            self._give_up(Unavailable("The provider's answer has no valid status.", reason="upstream_error"))
+            return
         kind = coding = b""
         length: int | None = None
         out = provider_headers(headers)
@@ -314,7 +317,8 @@ class Relay:
 
     def _end_plain(self) -> None:
         exchange = self._exchange
-        if (self._json is not None and not self._json.is_complete) or self._remaining:
+        is_cut = self._shows_decoded and self._decoder is not None and not self._decoder.is_whole
+        if is_cut or (self._json is not None and not self._json.is_complete) or self._remaining:
             self._note_truncated()
             if exchange.is_started:
                 exchange.cut()
