@@ -341,6 +341,14 @@ class Dispatcher:
             handle.runs(attempt) for handle, attempt in self._live.values() if attempt.lease.key in keys
         )
 
+    def requests_on(self, keys: Collection[ProviderKey]) -> list[RequestId]:
+        """Which those are, the oldest first."""
+        return [
+            handle.record.request_id
+            for handle, attempt in self._live.values()
+            if attempt.lease.key in keys and handle.runs(attempt)
+        ]
+
     async def wait_idle(self, keys: Collection[ProviderKey] | None = None) -> None:
         """Wait until no lease is out on these providers (all, for ``None``). The caller bounds the wait."""
         wanted = None if keys is None else frozenset(keys)

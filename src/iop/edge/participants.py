@@ -76,6 +76,9 @@ BUSY_RETRY_S: Final = 0.2
 AWAY_RETRY_S: Final = 0.5
 """When a Node cannot reach its engine, it is asked again after this: the engine may be starting."""
 
+NAMED_REQUESTS_MAX: Final = 5
+"""How many requests a drain that ran out of time names."""
+
 ABORT_CONFIRM_S: Final = 5.0
 """How long an aborting pause waits for Nodes to confirm the ends of streams before it stops the engine anyway."""
 
@@ -280,7 +283,7 @@ class Participants:
             counted = await self._quiesce(group.key, call.body, call.timeout_s)
             if counted is None:
                 return same_failure(
-                    call, AdminErrorCode.DRAIN_TIMEOUT, "work was still running", changed=False
+                    call, AdminErrorCode.DRAIN_TIMEOUT, self._what_runs(group.key), changed=False
                 )
             before = counted
         result = await self._send(call, group, report)
@@ -316,6 +319,13 @@ class Participants:
         self._set_gates(touched)
 
     # ---- steps ----
+
+    def _what_runs(self, key: ProviderKey) -> str:
+        """Which requests a drain did not see the end of; some of them, where there are many."""
+        ids = self._dispatcher.requests_on((key,))
+        more = f" and {len(ids) - NAMED_REQUESTS_MAX} more" if len(ids) > NAMED_REQUESTS_MAX else ""
+        named = f": {', '.join(ids[:NAMED_REQUESTS_MAX])}{more}" if ids else ""
+        return f"work was still running{named}"
 
     async def _quiesce(self, key: ProviderKey, step: PauseStep, timeout_s: float) -> WorkCounts | None:
         """End or freeze the Edge's own work on a provider; ``None`` when a drain ran out of time and must fail."""

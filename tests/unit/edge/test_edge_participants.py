@@ -294,14 +294,16 @@ async def test_a_draining_pause_waits_for_the_edges_own_work_before_the_engine_i
     assert running.result().work.drained == 2, "one here, one that used the engine directly"
 
 
+@pytest.mark.case("P-23")
 @pytest.mark.clause("AD-41")
 async def test_a_drain_that_runs_out_of_time_fails_or_aborts_as_asked(fleet):
     edge, _, node = fleet
     sink = RecordingSink()
-    handle = await edge.dispatcher.dispatch(request_of("fast"), tunnel_to(sink))
+    handle = await edge.dispatcher.dispatch(request_of("fast", request_id="req-7"), tunnel_to(sink))
     fails = pause(PauseMode.DRAIN, drain_timeout_ms=20, on_drain_timeout=DrainTimeoutAction.FAIL)
     result = await edge.participants.execute(call(fails), lambda _: None)
     assert {o.error.code for o in result.participants} == {AdminErrorCode.DRAIN_TIMEOUT}
+    assert {o.error.message for o in result.participants} == {"work was still running: req-7"}
     assert node.steps == []
     assert handle.outcome is None
     aborts = pause(PauseMode.DRAIN, drain_timeout_ms=20, on_drain_timeout=DrainTimeoutAction.ABORT)
