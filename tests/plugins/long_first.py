@@ -8,8 +8,15 @@ from __future__ import annotations
 
 import pytest
 
-LONG = ("tests/e2e/test_e2e_conformance.py", "tests/e2e/", "tests/integration/fleet/")
-"""Files whose single tests start fleets of processes, the longest first."""
+LONG = (
+    "tests/e2e/test_e2e_conformance.py",
+    "tests/integration/conformance/",
+    "tests/e2e/",
+    "tests/integration/fleet/",
+    "tests/integration/engine",
+    "tests/integration/api_http/test_http_description.py",
+)
+"""Files of half a minute and more, and those whose single tests start fleets of processes, the longest first."""
 
 
 @pytest.hookimpl(trylast=True)

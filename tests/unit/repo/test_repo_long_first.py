@@ -1,4 +1,4 @@
-"""The order of test files over two workers."""
+"""The order of test files over the workers."""
 
 from __future__ import annotations
 
