@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["OPENENGINE_REQUEST", "PRIORITY", "REQUEST_ID", "SCORED_DELTAS", "TARGET_RANK", "VIA"]
+__all__ = ["IGNORED", "OPENENGINE_REQUEST", "PRIORITY", "REQUEST_ID", "SCORED_DELTAS", "TARGET_RANK", "VIA"]
 
 OPENENGINE_REQUEST: Final = "iop-openengine-request"
 """Set to ``1``: the input is a serialised ``openengine.v1.GenerateRequest``, and the deltas are serialised
@@ -19,6 +19,9 @@ SCORED_DELTAS: Final = "iop-scored-deltas"
 """Set to ``1`` by an Edge that reads scores, where its caller may want some; on START by a Node whose deltas then are
 lines of :mod:`iop.wire.scored_deltas`. Without it a body that asks for scores is refused, as it always was.
 """
+
+IGNORED: Final = "iop-ignored"
+"""On START: hints of the caller that an Edge behind this one did not follow, as it names them (SF-16, SF-24)."""
 
 REQUEST_ID: Final = "iop-request-id"
 """The request id that the caller knows; the run id is new for each attempt (EN-118)."""

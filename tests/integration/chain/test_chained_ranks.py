@@ -1,4 +1,4 @@
-"""A data-parallel rank asked for at one Edge, or at an Edge before it, is served by the engine that has it (SF-21)."""
+"""What an OpenEngine call wishes for at an Edge holds at the Edge behind it: rank, priority, routing key (SF-21)."""
 
 from __future__ import annotations
 
@@ -154,3 +154,21 @@ async def test_a_pool_that_told_of_no_ranks_refuses_one_by_name_and_says_what_to
         assert told.extra["iop.data_parallel_ranks"] == ""
         shape = (await edge.control.GetServerInfo(server_pb2.GetServerInfoRequest())).parallelism
         assert not shape.HasField("data_parallel_size")
+
+
+async def test_a_wish_that_the_edge_behind_did_not_follow_is_told_at_the_first(tmp_path: Path) -> None:
+    (tmp_path / "chain.key").write_text("chain-key-of-some-length")
+    key = f"file:{tmp_path / 'chain.key'}"
+    async with asyncio.timeout(60), ReplicatedEngine(0).serving() as address:
+        keys = {"api_keys": [{"name": "outer", "key": key, "may": ["session"]}]}
+        inside = edge_yaml({"type": "openengine", "openengine": address}, target=TARGET, edge=keys)
+        async with place(tmp_path / "inner", inside) as inner:
+            adapter = {**inner_adapter("openengine", inner), "api_key": key}
+            async with place(tmp_path / "outer", edge_yaml(adapter, target="fast")) as outer:
+                request = generation_pb2.GenerateRequest(model="fast", prompt="p")
+                wishes = (("openengine-priority", "3"), ("openengine-routing-key", "k"))
+                await eventually(lambda: outer.edge.pools.ranks_of("fast"))
+                call = outer.inference.Generate(request, metadata=wishes, timeout=30)
+                assert dict(await call.initial_metadata())["iop-ignored"] == "openengine-priority"
+                while await call.read() is not grpc.aio.EOF:
+                    pass

@@ -50,6 +50,9 @@ _log = logging.getLogger(__name__)
 WEIGHT_VERSION_KEY: Final = "openengine-weight-version"
 UNKNOWN_VERSION: Final = "unknown"
 
+IGNORED_CHARS_MAX: Final = 256
+"""Longest list of hints that were not followed; there are three of them."""
+
 _REASONS: Final = frozenset(
     {"queue_full", "queue_timeout", "no_capacity", "paused", "loop_detected", "model_not_found"}
 )
@@ -177,10 +180,12 @@ class GenerateRun:
 
     async def _start(self) -> None:
         self._has_started = True
-        metadata = await self._call.initial_metadata()
-        version = next((value for key, value in metadata or () if key == WEIGHT_VERSION_KEY), "")
+        said: dict[str, Any] = dict(await self._call.initial_metadata() or ())
+        version = said.get(WEIGHT_VERSION_KEY, "")
         self.weight_version = str(version) if version and version != UNKNOWN_VERSION else ""
         told = {"weight_version": self.weight_version} if self.weight_version else {}
+        if ignored := said.get(run_metadata.IGNORED):
+            told[run_metadata.IGNORED] = str(ignored)[:IGNORED_CHARS_MAX]
         if self._has_scores:
             told[run_metadata.SCORED_DELTAS] = "1"
         self._stream.emit(RunEvent(type=RunEventType.START, metadata=told))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final, Self
 
 from iop.api.grpc import ports
+from iop.api.grpc.hops import ignored_names
 from iop.core.errors import IopError
 from iop.edge.handle import DispatchHandle
 from iop.wire.messages import Usage as WireUsage
@@ -53,6 +54,7 @@ class AnswerStream:
         self._refused: IopError | None = None
         self._finishes: dict[int, ports.OutputFinished] = {}
         self._usage: ports.Usage | None = None
+        self._ignored = ""
         self._is_accepted = False
         self._is_whole = False
         self.is_terminal = False
@@ -79,7 +81,7 @@ class AnswerStream:
         if self._shows_provider:
             told.append(("x-iop-provider", handle.provider_name))
         told.append(("x-request-id", handle.request.request_id))
-        return tuple(told)
+        return (*told, *ignored_names(self._ignored))
 
     async def wait_accepted(self) -> None:
         """Wait until the provider has begun; dispatch bounds the wait.
@@ -130,8 +132,13 @@ class AnswerStream:
         """Whether the provider has begun; from then on failures are events, not refusals (SF-20)."""
         return self._is_accepted
 
-    def accept(self) -> None:
-        """The provider has begun."""
+    def accept(self, *, ignored: str = "") -> None:
+        """The provider has begun.
+
+        Args:
+            ignored: hints that it says it did not follow, as it names them.
+        """
+        self._ignored = ignored
         self._is_accepted = True
         self._wake.set()
 

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from iop.api.grpc.metadata import PRIORITY, ROUTING_KEY
 from iop.api.grpc.ports import RoutingHints
 from iop.edge.chain import VIA_FIELD, read_via
 
-__all__ = ["IGNORED_KEY", "Hops", "ignored_hints", "read_hops"]
+__all__ = ["IGNORED_KEY", "Hops", "ignored_hints", "ignored_names", "read_hops", "with_ignored"]
 
 REQUEST_ID_KEY: Final = "x-request-id"
 
@@ -39,13 +40,33 @@ def read_hops(metadata: Iterable[tuple[str, str | bytes]]) -> Hops:
     return Hops(via=read_via(via), request_id=ids[0] if is_one else "")
 
 
+def ignored_names(told: str) -> tuple[tuple[str, str], ...]:
+    """Answer metadata with those of the names that are keys of a call; whatever else a peer says is let go."""
+    said = {name.strip() for name in told.split(",")}
+    names = [key for key in (PRIORITY, ROUTING_KEY) if key in said]
+    return ((IGNORED_KEY, ", ".join(names)),) if names else ()
+
+
+def with_ignored(
+    metadata: Iterable[tuple[str, str]], told: tuple[tuple[str, str], ...]
+) -> tuple[tuple[str, str], ...]:
+    """Answer metadata in which all hints that somebody on the way did not follow stand in one place."""
+    mine, others = [], [value for key, value in told if key == IGNORED_KEY]
+    for key, value in metadata:
+        if key == IGNORED_KEY:
+            others.append(value)
+        else:
+            mine.append((key, value))
+    return (*mine, *ignored_names(",".join(others)))
+
+
 def ignored_hints(said: RoutingHints, taken: RoutingHints) -> tuple[tuple[str, str], ...]:
     """Answer metadata that names the hints which were not followed; none when all were."""
     names = [
         key
         for key, is_ignored in (
-            ("openengine-priority", said.priority != taken.priority),
-            ("openengine-routing-key", said.routing_key != taken.routing_key),
+            (PRIORITY, said.priority != taken.priority),
+            (ROUTING_KEY, said.routing_key != taken.routing_key),
         )
         if is_ignored
     ]

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from iop.api.grpc.auth import ApiCaller
 from iop.api.grpc.capabilities import check_supported
-from iop.api.grpc.hops import ignored_hints, read_hops
+from iop.api.grpc.hops import ignored_hints, read_hops, with_ignored
 from iop.api.grpc.inference_codec import decode_generate, encode_event
 from iop.api.grpc.interceptors import current_api_caller
 from iop.api.grpc.metadata import WEIGHT_VERSION_KEY, header_text, read_hints
@@ -104,7 +104,9 @@ class InferenceService(openengine_pb2_grpc.InferenceServicer):
                 self._on_refused(request.request_id, request.model, error.reason, caller.name)
                 raise
             async with contextlib.aclosing(await self._inference.generate(call)) as stream:
-                await context.send_initial_metadata((*_version_metadata(stream), *stream.metadata, *told))
+                await context.send_initial_metadata(
+                    (*_version_metadata(stream), *with_ignored(stream.metadata, told))
+                )
                 try:
                     async for event, usage in stream:
                         yield encode_event(call.request_id, event, usage)

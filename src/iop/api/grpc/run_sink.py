@@ -17,6 +17,7 @@ from iop.api.http.errors import error_of_stream
 from iop.core.errors import InvalidRequest, IopError, NotFound, RemoteProtocolError, Unsupported
 from iop.core.limits import MIB
 from iop.pb.openengine.v1 import generation_pb2 as pb
+from iop.wire import run_metadata
 from iop.wire.finish_words import finish_words
 from iop.wire.messages import RunEvent, RunEventType, StreamError
 from iop.wire.messages import Usage as WireUsage
@@ -44,7 +45,7 @@ class RunSink:
         """One event of the run."""
         match event.type:
             case RunEventType.START:
-                self._answer.accept()
+                self._answer.accept(ignored=event.metadata.get(run_metadata.IGNORED, ""))
             case RunEventType.DELTA:
                 # Reasoning has no place in the schema; its tokens are counted in the usage.
                 self._take(event)
