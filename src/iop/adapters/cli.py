@@ -102,20 +102,15 @@ class CliAdapter(Controlled):
                 f"adapter {config.name!r}: prompt is stdin or argument, output is text or json_lines",
                 reason="BAD_CLI",
             )
-        self._config = config
+        super().__init__(
+            config, services, GateControl(services, name="a command-line agent", why_no_more=NO_CONTROL)
+        )
         self._settings = settings
-        self._services = services
         wanted = {PATH_VARIABLE, *settings.environment}
         self._environment = {name: value for name, value in services.environment.items() if name in wanted}
         self._workspaces = Workspaces()
         self._runs: set[_AgentRun] = set()
-        gate = GateControl(services, name="a command-line agent", why_no_more=NO_CONTROL)
-        super().__init__(gate)
-        self._gate = gate
-        self._gate.attach(self)
         self._is_closed = False
-        self._health = Health.UNKNOWN
-        self._reason = "not probed yet"
 
     @property
     def in_flight(self) -> int:
@@ -136,7 +131,7 @@ class CliAdapter(Controlled):
             runs=True,
             sessions=True,
             admin=True,
-            admin_refusal=self._gate.why_no_more,
+            admin_refusal=self._refusal,
         )
 
     def snapshot(self) -> AdapterSnapshot:
@@ -145,7 +140,7 @@ class CliAdapter(Controlled):
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Nothing to open."""
-        await self._gate.start(tasks)
+        await self._control.start(tasks)
 
     async def aclose(self) -> None:
         """Take no more runs and remove the sessions' directories; the Node ends the runs."""
@@ -156,10 +151,10 @@ class CliAdapter(Controlled):
         """Look for the program."""
         program = self._settings.command[0]
         found = await asyncio.to_thread(shutil.which, program, path=self._environment.get(PATH_VARIABLE))
-        health, reason = (Health.READY, "") if found else (Health.OFFLINE, "the program is not installed")
-        if (health, reason) != (self._health, self._reason):
-            self._health, self._reason = health, reason
-            self._services.on_change()
+        if found:
+            self._observe(Health.READY, "")
+        else:
+            self._observe(Health.OFFLINE, "the program is not installed")
 
     def open_tunnel(self, stream: TunnelStream, on_done: Callable[[], None]) -> None:
         """Not offered: there is no HTTP."""
@@ -171,7 +166,7 @@ class CliAdapter(Controlled):
     async def run(self, stream: RunStream) -> None:
         """One process tree, to the end of its last process."""
         run = _AgentRun(stream)
-        if self._gate.is_gated:
+        if self._is_gated:
             stream.emit(
                 _failed(StreamErrorCode.BUSY, "the provider is paused", retryable=True, before_start=True)
             )

@@ -86,17 +86,11 @@ class OllamaAdapter(Controlled):
                 f"adapter {config.name!r}: type ollama needs an endpoint", reason="NO_ENDPOINT"
             )
         origin = Origin.parse(settings.endpoint)
-        self._config = config
-        self._services = services
+        super().__init__(config, services, OllamaControl(settings, services, targets=tuple(config.targets)))
         self._keep_alive = settings.keep_alive
         self._upstream = HttpUpstream(origin, ssl_context=client_ssl_context(b"") if origin.is_tls else None)
-        self._gate = OllamaControl(settings, services, targets=tuple(config.targets))
-        super().__init__(self._gate)
-        self._gate.attach(self)
         self._runs: set[_ChatRun] = set()
         self._without_tools: set[str] = set()
-        self._health = Health.UNKNOWN
-        self._reason = "not probed yet"
         self._models: tuple[str, ...] = ()
         self._shown: dict[str, str] = {}
         self._facts: dict[str, ModelFacts] = {}
@@ -120,7 +114,7 @@ class OllamaAdapter(Controlled):
             category=Category.LOCAL_INFERENCE,
             runs=True,
             admin=True,
-            admin_refusal=self._gate.why_no_more[:1024],
+            admin_refusal=self._refusal,
         )
 
     def snapshot(self) -> AdapterSnapshot:
@@ -194,7 +188,7 @@ class OllamaAdapter(Controlled):
     async def run(self, stream: RunStream) -> None:
         """One chat; tried once more with tools in words when the model refuses them (EN-66)."""
         run = _ChatRun(stream, self._upstream, self._observe_outcome)
-        if self._gate.is_gated:
+        if self._is_gated:
             # It would load the model again that a release let go.
             stream.emit(
                 _failed(StreamErrorCode.BUSY, "the engine is paused", retryable=True, before_start=True)
@@ -253,15 +247,6 @@ class OllamaAdapter(Controlled):
                 self._observe(Health.READY, "")
         elif error.failure is UpstreamFailure.CONNECT_FAILED:
             self._observe(Health.OFFLINE, error.message)
-
-    def _observe(self, health: Health, reason: str) -> None:
-        if (health, reason) != (self._health, self._reason):
-            _log.info(
-                "adapter.health_changed adapter=%s to=%s reason=%s", self._config.name, health.value, reason
-            )
-            self._health = health
-            self._reason = reason
-            self._services.on_change()
 
 
 class _ChatRun:

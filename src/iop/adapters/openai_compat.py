@@ -7,7 +7,6 @@ It also carries the tunnels of the HTTP engines that have a native control inter
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -67,8 +66,6 @@ from iop.wire.messages import (
 )
 from iop.wire.model_facts import ModelFacts
 
-_log = logging.getLogger(__name__)
-
 PROBE_TIMEOUT_S: Final = 5.0
 """A model list is answered from memory; an engine that takes longer is not well."""
 
@@ -112,14 +109,9 @@ class OpenAICompatAdapter(Controlled):
             raise InvalidRequest(
                 f"adapter {config.name!r}: type {config.type} needs an endpoint", reason="NO_ENDPOINT"
             )
-        self._config = config
-        self._services = services
         if control is None:
             control = GateControl(services, name=f"a provider of type {config.type}", why_no_more=NO_CONTROL)
-        super().__init__(control)
-        self._gate = control if isinstance(control, GateControl) else None
-        if self._gate is not None:
-            self._gate.attach(self)
+        super().__init__(config, services, control)
         self._profile = settings.protocol_profile or DEFAULT_PROFILE
         for name, operation in self._profile.operations.items():
             if operation.method not in {"GET", "POST"} or not is_plain_path(operation.path):
@@ -134,8 +126,6 @@ class OpenAICompatAdapter(Controlled):
             connect_timeout_s=settings.connect_timeout_sec or CONNECT_TIMEOUT_S,
         )
         self._credentials = _credentials(settings.api_key, self._profile.name)
-        self._health = Health.UNKNOWN
-        self._reason = "not probed yet"
         self._models: tuple[str, ...] = ()
         self._facts: dict[str, ModelFacts] = {}
         self._tools: bool | None = None
@@ -162,7 +152,7 @@ class OpenAICompatAdapter(Controlled):
             tunnels=True,
             operations=frozenset(self._profile.operations) - (self._absent or frozenset()),
             admin=True,
-            admin_refusal=(self._control.failure if self._gate is None else self._gate.why_no_more)[:1024],
+            admin_refusal=self._refusal,
         )
 
     def snapshot(self) -> AdapterSnapshot:
@@ -304,7 +294,7 @@ class OpenAICompatAdapter(Controlled):
         Nothing passes a closed gate: a paused engine might never answer.
         """
         request = stream.request
-        if self._gate is not None and self._gate.is_gated:
+        if self._is_gated:
             refuse_tunnel(stream, StreamErrorCode.BUSY, "the engine is paused", retryable=True)
             on_done()
             return
@@ -371,20 +361,6 @@ class OpenAICompatAdapter(Controlled):
                 self._observe(Health.READY, "")
         elif error.failure is UpstreamFailure.CONNECT_FAILED:
             self._observe(Health.OFFLINE, error.message)
-
-    def _observe(self, health: Health, reason: str) -> None:
-        if (health, reason) == (self._health, self._reason):
-            return
-        _log.info(
-            "adapter.health_changed adapter=%s from=%s to=%s reason=%s",
-            self._config.name,
-            self._health.value,
-            health.value,
-            reason,
-        )
-        self._health = health
-        self._reason = reason
-        self._services.on_change()
 
 
 _PLAIN_PATHS: Final = {"completions": "/v1/completions", "embeddings": "/v1/embeddings"}

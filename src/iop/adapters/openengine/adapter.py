@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -35,8 +34,6 @@ from iop.wire.messages import (
     StreamError,
     StreamErrorCode,
 )
-
-_log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S: Final = 5.0
 """Each question of a probe is answered from memory."""
@@ -93,19 +90,12 @@ class OpenEngineAdapter(Controlled):
                 f"adapter {config.name!r}: type openengine needs `openengine: HOST:PORT`", reason="NO_TARGET"
             )
         check_authority(settings.tls_ca_pem)
-        self._config = config
         self._settings = settings
-        self._services = services
         if control is None:
             control = GateControl(services, name="an OpenEngine server", why_no_more=NO_ADMIN)
-        super().__init__(control)
-        self._gate = control if isinstance(control, GateControl) else None
-        if self._gate is not None:
-            self._gate.attach(self)
+        super().__init__(config, services, control)
         self._runs: set[GenerateRun] = set()
         self._channel: grpc.aio.Channel | None = None
-        self._health = Health.UNKNOWN
-        self._reason = "not probed yet"
         self._models: tuple[str, ...] = ()
         self._engine_version = ""
         self._in_flight: int | None = None
@@ -132,7 +122,7 @@ class OpenEngineAdapter(Controlled):
             category=Category.LOCAL_INFERENCE,
             runs=True,
             admin=True,
-            admin_refusal=(self._control.failure if self._gate is None else self._gate.why_no_more)[:1024],
+            admin_refusal=self._refusal,
         )
 
     def snapshot(self) -> AdapterSnapshot:
@@ -141,7 +131,7 @@ class OpenEngineAdapter(Controlled):
             health=self._health,
             reason=self._reason,
             models=self._models,
-            weight_version=self._control.weight_version() if self._gate is None else self._seen_version,
+            weight_version=self._control.weight_version() if self._own_gate is None else self._seen_version,
             engine_version=self._engine_version,
             engine_in_flight=self._in_flight,
             engine_queued=self._queued,
@@ -178,7 +168,7 @@ class OpenEngineAdapter(Controlled):
 
     async def run(self, stream: RunStream) -> None:
         """One Generate call (EN-40). Nothing passes a closed gate."""
-        if self._gate is not None and self._gate.is_gated:
+        if self._is_gated:
             error = StreamError(
                 code=StreamErrorCode.BUSY, message="the engine is paused", retryable=True, before_start=True
             )
@@ -281,20 +271,6 @@ class OpenEngineAdapter(Controlled):
             raise
         words = next((check.message for check in told.checks if check.message), "")
         return _HEALTH.get(told.state, Health.UNKNOWN), words[:256]
-
-    def _observe(self, health: Health, reason: str) -> None:
-        if (health, reason) == (self._health, self._reason):
-            return
-        _log.info(
-            "adapter.health_changed adapter=%s from=%s to=%s reason=%s",
-            self._config.name,
-            self._health.value,
-            health.value,
-            reason,
-        )
-        self._health = health
-        self._reason = reason
-        self._services.on_change()
 
 
 def _together(each: Sequence[tuple[Health, str]]) -> tuple[Health, str]:
