@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["IGNORED", "OPENENGINE_REQUEST", "PRIORITY", "REQUEST_ID", "SCORED_DELTAS", "TARGET_RANK", "VIA"]
+__all__ = [
+    "IGNORED",
+    "OPENENGINE_REQUEST",
+    "PRIORITY",
+    "REFUSAL",
+    "REQUEST_ID",
+    "SCORED_DELTAS",
+    "TARGET_RANK",
+    "VIA",
+]
 
 OPENENGINE_REQUEST: Final = "iop-openengine-request"
 """Set to ``1``: the input is a serialised ``openengine.v1.GenerateRequest``, and the deltas are serialised
@@ -22,6 +31,11 @@ lines of :mod:`iop.wire.scored_deltas`. Without it a body that asks for scores i
 
 IGNORED: Final = "iop-ignored"
 """On START: hints of the caller that an Edge behind this one did not follow, as it names them (SF-16, SF-24)."""
+
+REFUSAL: Final = "iop-refusal-"
+"""Beginning of what an ERROR before acceptance tells of an OpenEngine server's refusal of its caller's request:
+``reason``, and of the details ``field`` and ``feature``, as in its ``ErrorInfo``.
+"""
 
 REQUEST_ID: Final = "iop-request-id"
 """The request id that the caller knows; the run id is new for each attempt (EN-118)."""

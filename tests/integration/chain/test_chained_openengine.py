@@ -207,6 +207,18 @@ async def test_the_outer_edge_advertises_what_the_engine_can_and_no_more(line: L
     )
 
 
+@pytest.mark.clause("SF-06", "SF-20")
+async def test_a_refusal_of_the_engine_keeps_its_reason_through_both(line: Line) -> None:
+    much = request_of(stopping=generation_pb2.StoppingOptions(max_tokens=10_000_000))
+    for inference in (line.direct, line.inner.inference, line.outer.inference):
+        if inference is line.direct:
+            much.model = line.engine.info.model_id
+        else:
+            much.model = "fast"
+        async with refused(grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED"):
+            await read_all(inference.Generate(much, timeout=60))
+
+
 @pytest.mark.clause("SF-10", "SF-24", "EN-43")
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_http_callers_get_the_engines_own_scores(line: Line, is_stream: bool) -> None:

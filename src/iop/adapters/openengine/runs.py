@@ -10,6 +10,8 @@ import asyncio
 import base64
 import json
 import logging
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import grpc
@@ -57,6 +59,8 @@ _REASONS: Final = frozenset(
     {"queue_full", "queue_timeout", "no_capacity", "paused", "loop_detected", "model_not_found"}
 )
 """Refusals of another Edge that mean the same to this one's callers (EN-110)."""
+
+_NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 _FINISHES: Final = {
     pb.FINISH_REASON_STOP: "stop",
@@ -272,7 +276,15 @@ class GenerateRun:
                 code = StreamErrorCode.UPSTREAM_TRUNCATED
             case _:
                 code = StreamErrorCode.UPSTREAM_ERROR
-        return _failed(code, message, retryable=error.retryable)
+        told: dict[str, str] = {}
+        if self._is_passed and code in {StreamErrorCode.INVALID_REQUEST, "unsupported_feature"}:
+            told = {run_metadata.REFUSAL + "reason": error.reason[:64]}
+            told |= {
+                run_metadata.REFUSAL + name: error.details[name]
+                for name in ("field", "feature")
+                if name in error.details
+            }
+        return _failed(code, message, retryable=error.retryable, told=told)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         """Routing and trace keys of the contract (SF-21), and what Edges tell each other (SF-24)."""
@@ -323,8 +335,16 @@ def _usage(usage: pb.Usage) -> Usage:
     )
 
 
-def _failed(code: str, message: str, *, retryable: bool = False, before_start: bool = False) -> RunEvent:
+def _failed(
+    code: str,
+    message: str,
+    *,
+    retryable: bool = False,
+    before_start: bool = False,
+    told: Mapping[str, str] = _NOTHING,
+) -> RunEvent:
     return RunEvent(
         type=RunEventType.ERROR,
+        metadata=told,
         error=StreamError(code=code, message=message, retryable=retryable, before_start=before_start),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
+from collections.abc import Mapping
 from typing import Final
 
 import orjson
@@ -30,6 +32,10 @@ MESSAGE_CHARS_MAX: Final = 300
 LINE_BYTES_MAX: Final = 16 * MIB
 """Largest message of an OpenEngine server, in base64: the scores of a long prompt come in one."""
 
+_REASON: Final = re.compile(r"[A-Z][A-Z0-9_]{1,63}")
+_NAME: Final = re.compile(r"[a-zA-Z_][a-zA-Z0-9_.\[\]-]{0,127}")
+"""Of a field or a feature: nothing that could name a place passes as one (EN-04)."""
+
 _FALLBACK_MARK: Final = "openai_text_tool_fallback"
 _TOOL_CALLS: Final = "openai_tool_calls"
 
@@ -53,7 +59,7 @@ class RunSink:
             case RunEventType.COMPLETE:
                 self._complete(event)
             case _:
-                self._end_badly(event.error or StreamError(code="cancelled"))
+                self._end_badly(event.error or StreamError(code="cancelled"), event.metadata)
 
     def _take(self, event: RunEvent) -> None:
         if event.delta and 0 <= event.output_index < self._outputs:
@@ -88,11 +94,11 @@ class RunSink:
                 )
             )
 
-    def _end_badly(self, error: StreamError) -> None:
+    def _end_badly(self, error: StreamError, told: Mapping[str, str]) -> None:
         if self._answer.is_accepted:
             self._answer.fail(failure_of(error))
         else:
-            self._answer.refuse(_refusal_of(error))
+            self._answer.refuse(_refusal_of(error, told))
 
 
 class EngineRunSink(RunSink):
@@ -136,11 +142,11 @@ class EngineRunSink(RunSink):
         self._count(event.usage)
         self._answer.complete()
 
-    def _end_badly(self, error: StreamError) -> None:
+    def _end_badly(self, error: StreamError, told: Mapping[str, str]) -> None:
         if self._failure is not None:
             self._answer.fail(self._failure)
         else:
-            super()._end_badly(error)
+            super()._end_badly(error, told)
 
 
 _STOP: Final = ports.OutputFinish.STOP
@@ -162,9 +168,15 @@ def _calls_of(event: RunEvent) -> list[dict[str, object]]:
     return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
 
-def _refusal_of(error: StreamError) -> IopError:
-    """What a request must change only the adapter can say."""
+def _refusal_of(error: StreamError, told: Mapping[str, str]) -> IopError:
+    """What a request must change only the adapter can say, or the OpenEngine server behind it by reason and field."""
     known = error_of_stream(error)
     if isinstance(known, InvalidRequest | Unsupported | NotFound) and error.message:
-        return type(known)(error.message[:MESSAGE_CHARS_MAX], reason=known.reason)
+        reason = told.get(run_metadata.REFUSAL + "reason", "")
+        names = {name: told.get(run_metadata.REFUSAL + name, "") for name in ("field", "feature")}
+        return type(known)(
+            error.message[:MESSAGE_CHARS_MAX],
+            reason=reason if _REASON.fullmatch(reason) else known.reason,
+            details={name: value for name, value in names.items() if _NAME.fullmatch(value)},
+        )
     return known
