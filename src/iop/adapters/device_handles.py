@@ -13,6 +13,7 @@ with an entry for each device that an engine's rank runs on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NoReturn, TypeGuard
@@ -44,6 +45,9 @@ SIZES: Final[Mapping[TensorDtype, int]] = {
     TensorDtype.INT32: 4,
     TensorDtype.INT64: 8,
 }
+
+_COUNTER: Final = re.compile(rb"(?:/[A-Za-z0-9_-]+)?")
+"""A name in shared memory and no other path: the engine opens it."""
 
 _TENSOR: Final = Global("torch", "Tensor")
 _SIZE: Final = Global("torch", "Size")
@@ -214,6 +218,7 @@ def _shared_tensor(arguments: object) -> SharedTensor | None:
             isinstance(each, bytes) and len(each) <= NAME_BYTES_MAX for each in (memory, counter, event)
         )
         or not memory
+        or not _COUNTER.fullmatch(counter)
         or type(grad) is not bool
         or type(waits) is not bool
     ):

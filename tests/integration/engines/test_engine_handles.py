@@ -15,7 +15,7 @@ from vllm_replay import HANDLES, VllmReplay
 
 from iop.adapters.base import Adapter
 from iop.adapters.device_handles import SharedWeights
-from iop.admin.enums import AdminErrorCode, WeightSourceKind
+from iop.admin.enums import AdminErrorCode, AdminOperationKind, WeightSourceKind
 from iop.admin.steps import (
     ApplyWeightsStep,
     CommitWeightsStep,
@@ -104,6 +104,9 @@ async def test_vllm_does_not_offer_handles_that_it_could_not_take_and_says_how_t
         vllm.info["vllm_env"]["VLLM_ALLOW_INSECURE_SERIALIZATION"] = False
     async with in_front_of("vllm", vllm) as adapter:
         assert WeightSourceKind.IPC not in sources(adapter)
+        (info,) = adapter.participants()
+        hows = [each.how for each in info.lacking if each.operation is AdminOperationKind.UPDATE_WEIGHTS]
+        assert "VLLM_ALLOW_INSECURE_SERIALIZATION=1" in hows[0], "for refusals before any step"
         with pytest.raises(Unsupported, match="VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
             await do(adapter, PREPARE)
         assert vllm.posts() == []

@@ -105,6 +105,8 @@ def test_sglang_gets_names_with_tensors_by_the_devices_id() -> None:
         (tampered(f7=b""), "other fields"),
         (tampered(f7=bytes(257)), "other fields"),
         (tampered(f8=-1), "other fields"),
+        (tampered(f11=b"/../etc/passwd"), "other fields"),
+        (tampered(f11=b"etc"), "other fields"),
         (tampered(f14=1), "other fields"),
         (tampered(f5=Global("torch", "float32")), "not its shape and type"),
         (tampered(f1=Call(Global("torch", "Size"), ((3, 2),)), f2=(2, 1)), "not its shape and type"),
