@@ -257,6 +257,34 @@ async def test_our_own_errors_say_so_in_anthropics_shape() -> None:
 
 
 @pytest.mark.clause("SF-01", "SF-06")
+@pytest.mark.parametrize(
+    ("line", "header", "status", "kind"),
+    [
+        (b"GET /v1/messages", b"", 405, "invalid_request_error"),
+        (b"POST /v1/messages/batches", b"", 404, "not_found_error"),
+        (b"GET /v1/models/nobody", b"anthropic-version: 2023-06-01\r\n", 404, "not_found_error"),
+        (b"GET /v1/files", b"anthropic-version: 2023-06-01\r\n", 404, "not_found_error"),
+        (b"GET /v1/models/nobody", b"", 404, None),
+        (b"GET /v1/files", b"", 404, None),
+    ],
+)
+async def test_beside_the_generating_routes_errors_are_told_in_the_callers_dialect_too(
+    line: bytes, header: bytes, status: int, kind: str | None
+) -> None:
+    async with fleet_of() as fleet:
+        caller = await fleet.call()
+        await caller.send(line + b" HTTP/1.1\r\nHost: e\r\n" + header + b"Content-Length: 0\r\n\r\n")
+        got, fields, answer = await caller.read_answer()
+        value = json.loads(answer)
+        assert got == status
+        if kind is None:
+            assert set(value) == {"error"} and set(value["error"]) == {"message", "type", "param", "code"}
+        else:
+            assert (value["type"], value["error"]["type"]) == ("error", kind)
+            assert value["request_id"].encode() == fields[b"x-request-id"]
+
+
+@pytest.mark.clause("SF-01", "SF-06")
 async def test_unknown_paths_and_methods_name_what_there_is() -> None:
     async with fleet_of() as fleet:
         status, fields, answer = await fleet.post(b"{}", path="/v1/images")

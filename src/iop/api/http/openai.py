@@ -25,7 +25,7 @@ from iop.api.http.convert.writers import AnswerTerms
 from iop.api.http.errors import Dialect, error_body, error_code, error_headers, error_status
 from iop.api.http.estimate import estimate_tokens, prompt_bytes
 from iop.api.http.exchange import Exchange
-from iop.api.http.head import HeaderList, check_body_coding
+from iop.api.http.head import HeaderList, RequestHead, check_body_coding
 from iop.api.http.headers import request_id_of, trace_of
 from iop.api.http.keys import ApiKeys, Caller
 from iop.api.http.limits import ByteBudget, HttpLimits
@@ -250,7 +250,8 @@ class EdgeHttp:
         status = error_status(error)
         self._count(exchange, visit, status)
         headers = [*error_headers(error), *self._origin(visit.request_id, reason)]
-        exchange.respond(status, headers, error_body(error, visit.dialect, visit.request_id))
+        dialect = visit.dialect if visit.operation is not None else _dialect_of(exchange.head)
+        exchange.respond(status, headers, error_body(error, dialect, visit.request_id))
 
     def on_left(self, exchange: Exchange) -> None:
         """One who leaves before dispatch, in the midst of an upload say, has an outcome too (EN-112)."""
@@ -520,6 +521,12 @@ class EdgeHttp:
     def _count(self, exchange: Exchange, visit: Visit, status: int) -> None:
         name = "other" if visit.operation is None else visit.operation.name
         self.figures.answered(name, status, after_s=self._clock.monotonic() - exchange.started_at)
+
+
+def _dialect_of(head: RequestHead) -> Dialect:
+    """In whose words an error is told where no generating route was asked for: a wrong path or method, the models."""
+    is_anthropic = head.get(b"anthropic-version") is not None or head.path.startswith(b"/v1/messages")
+    return Dialect.MESSAGES if is_anthropic else Dialect.CHAT
 
 
 def _may_use(visit: Visit) -> Callable[..., bool]:
