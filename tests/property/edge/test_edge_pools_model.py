@@ -59,8 +59,9 @@ class PoolsMachine(RuleBasedStateMachine):
         self.waiting = {}
         self.arrived = 0
         self.served = {}
+        self.ranks = dict.fromkeys(NODES, frozenset())
 
-    def demand(self, model, is_long, priority):
+    def demand(self, model, is_long, priority, rank):
         self.arrived += 1
         return Demand(
             model=ModelId(model),
@@ -69,6 +70,7 @@ class PoolsMachine(RuleBasedStateMachine):
             run_id=RunId(str(self.arrived)),
             is_long=is_long,
             priority=priority,
+            target_rank=rank,
             number=self.pools.new_number(),
         )
 
@@ -76,20 +78,21 @@ class PoolsMachine(RuleBasedStateMachine):
         for settlement in settlements:
             demand = self.waiting.pop(settlement.waiter)
             if isinstance(settlement, Granted):
-                self.hold(settlement.lease)
+                self.hold(settlement.lease, demand)
                 older = [
                     other
                     for other in self.waiting.values()
-                    if (other.model, other.is_long, other.priority)
-                    == (demand.model, demand.is_long, demand.priority)
+                    if (other.model, other.is_long, other.priority, other.target_rank)
+                    == (demand.model, demand.is_long, demand.priority, demand.target_rank)
                     and other.number < demand.number
                 ]
                 assert not older, "FIFO within a class"
             else:
                 assert isinstance(settlement, Denied)
 
-    def hold(self, lease):
+    def hold(self, lease, demand):
         assert lease.id not in self.out
+        assert demand.target_rank is None or demand.target_rank in self.ranks[lease.key.node]
         assert self.alive.get(lease.key.node) == lease.generation, "only live generations are leased"
         self.out[lease.id] = lease
 
@@ -97,14 +100,29 @@ class PoolsMachine(RuleBasedStateMachine):
         model=st.sampled_from(["fast", "one"]),
         is_long=st.booleans(),
         priority=st.sampled_from([0, 0, 1]),
+        rank=st.sampled_from([None, None, 0, 1]),
     )
-    def arrive(self, model, is_long, priority):
-        demand = self.demand(model, is_long, priority)
+    def arrive(self, model, is_long, priority, rank):
+        demand = self.demand(model, is_long, priority, rank)
         answer = self.pools.acquire(demand, now=self.now)
         if isinstance(answer, Lease):
-            self.hold(answer)
+            self.hold(answer, demand)
         elif isinstance(answer, Waiting):
             self.waiting[answer.waiter] = demand
+
+    @rule(node=st.sampled_from(NODES), ranks=st.frozensets(st.sampled_from([0, 1])))
+    def tell_ranks(self, node, ranks):
+        if node in self.alive:
+            self.ranks[node] = ranks
+            key = provider_key(f"{node}/main")
+            told = {key.provider: {f"target-of-{node}/main": ranks}}
+            self.take_in(self.pools.set_ranks(NodeId(node), self.alive[node], told, now=self.now))
+            for demand in self.waiting.values():
+                served = {rank for each in self.pools_of(demand.model) for rank in self.ranks[each]}
+                assert demand.target_rank is None or demand.target_rank in served, "refused at once"
+
+    def pools_of(self, model):
+        return NODES if model == "fast" else NODES[:1]
 
     @rule(data=st.data(), verdict=st.sampled_from(list(Verdict)))
     def finish(self, data, verdict):
