@@ -13,14 +13,16 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from typing import Any, TypeAlias, TypeVar
 
 from iop.admin import planner
+from iop.admin.audit_trail import AuditTrail
 from iop.admin.capability import cancellable_kinds
 from iop.admin.crew import CrewTiming, read_back_all
 from iop.admin.desired import OverrideRecord
-from iop.admin.enums import AdminErrorCode, AdminOperationKind, CancelDisposition
-from iop.admin.executor import Executor, ExecutorPorts, ExecutorTiming
+from iop.admin.enums import AdminOperationKind, CancelDisposition
+from iop.admin.executions import Executions
+from iop.admin.executor import ExecutorPorts, ExecutorTiming
 from iop.admin.gates import gates_of
 from iop.admin.intent import sourced
-from iop.admin.journal import Advance, AuditEntry, Journal, KeyClaim
+from iop.admin.journal import Advance, Journal, KeyClaim
 from iop.admin.judging import judge_changes
 from iop.admin.listing import PAGE_SIZE_MAX, decode_page_token, encode_page_token
 from iop.admin.observers import Announcer, follow
@@ -37,12 +39,10 @@ from iop.admin.permissions import (
 )
 from iop.admin.profile import AdminLimits, AdminProfile, ParticipantInfo
 from iop.admin.profiles import profile_of
-from iop.admin.read_tally import ReadTally
 from iop.admin.reconciler import Reconciler, ReconcilerTiming
 from iop.admin.records import OperationRecord, view_of
 from iop.admin.requests import DiskSource, ListOperationsRequest, MutationRequest, kind_of
 from iop.admin.results import (
-    AdminError,
     AdminOperation,
     AdminOperationEvent,
     CancelResult,
@@ -54,7 +54,6 @@ from iop.admin.results import (
     OperationPlan,
     OperationResult,
 )
-from iop.admin.settle import Leftover, ended_badly
 from iop.admin.shape import check_shape
 from iop.admin.spool import referenced_blobs, spool, with_content
 from iop.core.clock import Clock
@@ -121,9 +120,6 @@ T = TypeVar("T")
 
 _Accepted: TypeAlias = OperationId | IopError
 
-EXECUTION_ATTEMPTS = 3
-"""How often an execution that crashed on a bug of ours is taken up again before the operation is ended."""
-
 
 class AdminCore:
     """Accepts, executes, recovers and tells about operations.
@@ -156,12 +152,10 @@ class AdminCore:
         self._limits = limits or AdminLimits()
         self._timing = timing or CoreTiming()
         self._announcer = Announcer()
-        self._executors: dict[OperationId, Executor] = {}
-        self._reviving: dict[OperationId, asyncio.Event] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._ready = asyncio.Event()
         self._store_ok = False
-        self._reads = ReadTally()
+        self._audit = AuditTrail(journal, clock)
         self._gate_lock = asyncio.Lock()
         self._reconciler = Reconciler(
             journal,
@@ -171,7 +165,7 @@ class AdminCore:
             regate=self._regate,
             with_content=lambda body: with_content(journal, body),
         )
-        self._ports = ExecutorPorts(
+        ports = ExecutorPorts(
             journal=journal,
             driver=driver,
             clock=clock,
@@ -182,6 +176,7 @@ class AdminCore:
             with_content=lambda body: with_content(journal, body),
             last_seen=self._reconciler.last_seen,
         )
+        self._executions = Executions(ports, self._announcer, self._reconciler)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -213,7 +208,7 @@ class AdminCore:
             self._tasks = None
             try:
                 async with asyncio.timeout(self._timing.store_probe_s):
-                    await self._append(self._reads.close())
+                    await self._audit.close()
             except TimeoutError:
                 logger.warning("audit.counts_not_stored")
             finally:
@@ -226,12 +221,10 @@ class AdminCore:
         snapshot = await self._journal.snapshot()
         for operation_id in sorted(snapshot.running, key=lambda i: snapshot.running[i].spec.ordinal):
             tasks.create_task(self._execute(operation_id, is_recovery=True), name=f"op {operation_id}")
-            self._reviving[operation_id] = asyncio.Event()
-        reviving = tuple(self._reviving.values())
+            self._executions.expect(operation_id)
         try:
             async with asyncio.timeout(self._timing.first_look_timeout_s):
-                for each in reviving:
-                    await each.wait()
+                await self._executions.wait_revived()
                 await self._reconciler.look(everybody=True)
         except TimeoutError:
             logger.warning("admin.first_look_incomplete")
@@ -253,8 +246,7 @@ class AdminCore:
     def participants_changed(self) -> None:
         """Tell the core that a participant joined, left or restarted: look again (AD-35). Never blocks."""
         self._reconciler.look_again()
-        for executor in self._executors.values():
-            executor.wake()
+        self._executions.wake()
 
     async def _regate(self) -> None:
         """Make outer admission follow the journal, overrides before gates; the last caller's view wins."""
@@ -289,7 +281,7 @@ class AdminCore:
                 self._store_ok = False
             else:
                 self._store_ok = True
-                await self._append(self._reads.due(self._clock.monotonic()))
+                await self._audit.count_reads()
 
     async def _expire(self) -> None:
         """Forget what was promised no longer: keys and operations past their retention (AD-12)."""
@@ -308,74 +300,7 @@ class AdminCore:
                 logger.info("operations.expired count=%d", count)
 
     async def _execute(self, operation_id: OperationId, *, is_recovery: bool) -> None:
-        """The supervisor of one operation: a bug in its execution ends neither the process nor, silently, it."""
-        self._announcer.begin(operation_id)
-        try:
-            await self._execute_bounded(operation_id, is_recovery=is_recovery)
-        finally:
-            self._announcer.end(operation_id)
-            self._revived(operation_id)
-        self._reconciler.look_again()
-
-    def _revived(self, operation_id: OperationId) -> None:
-        """An unfinished operation has its restarted engines where it found them; listeners need not wait for more."""
-        reviving = self._reviving.pop(operation_id, None)
-        if reviving is not None:
-            reviving.set()
-
-    async def _execute_bounded(self, operation_id: OperationId, *, is_recovery: bool) -> None:
-        for attempt in range(EXECUTION_ATTEMPTS):
-            record = await self._journal.load(operation_id)
-            if record is None or record.moves.state.is_terminal:
-                break
-            executor = Executor(
-                self._ports,
-                record,
-                is_recovery=is_recovery or attempt > 0,
-                on_revived=lambda: self._revived(operation_id),
-            )
-            self._executors[operation_id] = executor
-            groups = [g.group_id for g in record.spec.groups]
-            self._reconciler.touch(groups)
-            try:
-                await self._reconciler.quiet(groups)
-                await executor.run()
-            except Unavailable as exc:
-                if exc.reason == "LEASE_LOST":
-                    raise
-                logger.exception("operation.crashed op_id=%s", operation_id)
-            except Exception:
-                logger.exception("operation.crashed op_id=%s", operation_id)
-            else:
-                break
-            finally:
-                self._executors.pop(operation_id, None)
-                self._reconciler.touch(groups)
-        else:
-            await self._give_up(operation_id)
-
-    async def _give_up(self, operation_id: OperationId) -> None:
-        """End an operation that we cannot execute, closed: all its groups are quarantined."""
-        error = AdminError(code=AdminErrorCode.INTERNAL, message="the server failed to execute it")
-        now = self._clock.unix_nanos()
-        await self._journal.advance(
-            operation_id,
-            lambda snapshot, record: (
-                None
-                if record.moves.state.is_terminal
-                else ended_badly(
-                    snapshot,
-                    record,
-                    error,
-                    Leftover(
-                        quarantine={g.group_id: "an operation crashed" for g in record.spec.groups},
-                        changed=True,
-                    ),
-                    now_unix_nanos=now,
-                )
-            ),
-        )
-        await self._regate()
+        await self._executions.run(operation_id, is_recovery=is_recovery)
 
     # --- mutations ----------------------------------------------------------------------------------------------------
 
@@ -398,11 +323,13 @@ class AdminCore:
             else:
                 outcome = await self._accept_shielded(call)
         except IopError as refusal:
-            await self.audit(principal, method, outcome=refusal.reason, digest=call.request_sha256)
+            await self._audit.note(principal, method, outcome=refusal.reason, digest=call.request_sha256)
             raise
         reason = request.options.reason
         if isinstance(outcome, OperationPlan):
-            await self.audit(principal, method, outcome="PLANNED", digest=call.request_sha256, reason=reason)
+            await self._audit.note(
+                principal, method, outcome="PLANNED", digest=call.request_sha256, reason=reason
+            )
             yield AdminOperationEvent(
                 operation_id="",
                 sequence=0,
@@ -410,7 +337,7 @@ class AdminCore:
                 event=outcome,
             )
             return
-        await self.audit(
+        await self._audit.note(
             principal,
             method,
             outcome="ACCEPTED",
@@ -560,27 +487,19 @@ class AdminCore:
         self._store_ok = True
         operation_id = accepted.operation_id
         _ = self._spawn(self._execute(operation_id, is_recovery=False), name=f"op {operation_id}")
-        self._drop_superseded(accepted)
+        self._executions.drop_superseded(accepted)
         return operation_id
-
-    def _drop_superseded(self, accepted: OperationRecord) -> None:
-        """Executors whose operation the new one ended look at the journal and leave (AD-18)."""
-        ids = set(accepted.spec.participant_ids)
-        for other, executor in self._executors.items():
-            if other != accepted.operation_id and not ids.isdisjoint(executor.participant_ids):
-                executor.cancel()
-                self._announcer.announce(other)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def get(self, principal: Principal, operation_id: str) -> AdminOperation:
         """The whole state of one operation (AD-23). Raises NotFound."""
-        await self._authorized(principal, Permission.GET, "GET_OPERATION", operation_id)
+        await self._audit.authorize(principal, Permission.GET, "GET_OPERATION", operation_id)
         return redact(view_of(await self._load(operation_id)), principal)
 
     async def list_operations(self, principal: Principal, request: ListOperationsRequest) -> OperationPage:
         """One page, newest first. Raises InvalidRequest on a foreign page token."""
-        await self._authorized(principal, Permission.LIST, "LIST_OPERATIONS")
+        await self._audit.authorize(principal, Permission.LIST, "LIST_OPERATIONS")
         size = min(request.page_size or PAGE_SIZE_MAX, PAGE_SIZE_MAX)
         records = await self._journal.list_operations(
             before_ordinal=decode_page_token(request.page_token),
@@ -596,7 +515,7 @@ class AdminCore:
         self, principal: Principal, operation_id: str, *, after_sequence: int = 0
     ) -> AsyncIterator[AdminOperationEvent]:
         """Events after a sequence, then live until the terminal one. Raises NotFound."""
-        await self._authorized(principal, Permission.WATCH, "WATCH_OPERATION", operation_id)
+        await self._audit.authorize(principal, Permission.WATCH, "WATCH_OPERATION", operation_id)
         record = await self._load(operation_id)
         events = follow(self._journal, self._announcer, record.operation_id, after_sequence=after_sequence)
         async for event in events:
@@ -604,7 +523,7 @@ class AdminCore:
 
     async def profile(self, principal: Principal) -> AdminProfile:
         """What this server offers and how everything stands (AD-50)."""
-        await self._authorized(principal, Permission.PROFILE, "GET_ADMIN_PROFILE")
+        await self._audit.authorize(principal, Permission.PROFILE, "GET_ADMIN_PROFILE")
         snapshot = await self._journal.snapshot()
         return profile_of(
             snapshot.desired,
@@ -656,9 +575,11 @@ class AdminCore:
         try:
             result = await self._cancel(principal, operation_id, reason)
         except IopError as refusal:
-            await self.audit(principal, "CANCEL_OPERATION", outcome=refusal.reason, operation_id=operation_id)
+            await self._audit.note(
+                principal, "CANCEL_OPERATION", outcome=refusal.reason, operation_id=operation_id
+            )
             raise
-        await self.audit(
+        await self._audit.note(
             principal,
             "CANCEL_OPERATION",
             outcome=result.disposition.name,
@@ -687,9 +608,8 @@ class AdminCore:
             return planner.request_cancel(record, reason=reason)
 
         record = await self._journal.advance(found.operation_id, move)
-        executor = self._executors.get(record.operation_id)
-        if executor is not None and told[0] is CancelDisposition.CANCELLING:
-            executor.cancel()
+        if told[0] is CancelDisposition.CANCELLING:
+            self._executions.cancel(record.operation_id)
         self._announcer.announce(record.operation_id)
         return CancelResult(disposition=told[0], operation=redact(view_of(record), principal))
 
@@ -701,38 +621,6 @@ class AdminCore:
 
     # --- audit --------------------------------------------------------------------------------------------------------
 
-    async def _authorized(
-        self, principal: Principal, permission: Permission, method: str, operation_id: str = ""
-    ) -> None:
-        try:
-            require(principal, permission)
-        except PermissionDenied as refusal:
-            await self.audit(principal, method, outcome=refusal.reason, operation_id=operation_id)
-            raise
-        entry = AuditEntry(
-            at_unix_nanos=self._clock.unix_nanos(),
-            principal=principal.name,
-            peer=principal.peer,
-            method=method,
-            outcome="ALLOWED",
-            operation_id=operation_id,
-            request_sha256=b"",
-            reason="",
-        )
-        stored = self._reads.note(entry, now=self._clock.monotonic())
-        head = await self._append(stored)
-        _log_call(entry, head=head)
-
-    async def _append(self, entries: Sequence[AuditEntry]) -> str:
-        """Store rows while the store can be written; returns the last one's digest, empty when there is none."""
-        head = ""
-        try:
-            for entry in entries:
-                head = (await self._journal.append_audit(entry)).digest.hex()
-        except Unavailable as exc:
-            logger.warning("audit.not_stored error=%s", exc)
-        return head
-
     async def audit(
         self,
         principal: Principal,
@@ -743,35 +631,10 @@ class AdminCore:
         digest: bytes = b"",
         reason: str = "",
     ) -> None:
-        """Write one call to the log and, while the store can be written, to the audit chain (AD-101, AD-106).
-
-        Surfaces use it for what they refuse themselves. A store that cannot be written loses no refusal: the log
-        has it.
-        """
-        entry = AuditEntry(
-            at_unix_nanos=self._clock.unix_nanos(),
-            principal=principal.name,
-            peer=principal.peer,
-            method=method,
-            outcome=outcome,
-            operation_id=operation_id,
-            request_sha256=digest,
-            reason=reason,
+        """Note a call that a surface refused by itself; see `AuditTrail.note`."""
+        await self._audit.note(
+            principal, method, outcome=outcome, operation_id=operation_id, digest=digest, reason=reason
         )
-        _log_call(entry, head=await self._append([entry]))
-
-
-def _log_call(entry: AuditEntry, *, head: str) -> None:
-    logger.info(
-        "admin.called principal=%s peer=%s method=%s outcome=%s op_id=%s digest=%s audit_head=%s",
-        entry.principal,
-        entry.peer,
-        entry.method,
-        entry.outcome,
-        entry.operation_id,
-        entry.request_sha256.hex(),
-        head,
-    )
 
 
 def _unknown(operation_id: str) -> NotFound:
