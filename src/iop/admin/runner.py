@@ -82,6 +82,8 @@ class StepRunner:
             self._crew = crew
             try:
                 crew.start(calls)
+                if self._cancelled:
+                    crew.wake()  # it was called off before there was a crew to wake
                 while crew.pending or len(reports) < len(calls):
                     finished = await crew.wait(until=self._next_look(until))
                     reports.update({r.group_id: r for r in finished})

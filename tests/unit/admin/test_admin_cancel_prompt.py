@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from admin_requests import pause
 
@@ -30,3 +32,24 @@ def test_a_cancelled_drain_ends_at_once(after_s: float) -> None:
             assert world.writes - writes <= 2 * 8
 
     run_world(scenario)
+
+
+@pytest.mark.clause("AD-24", "AD-41")
+def test_a_drain_that_is_called_off_while_it_begins_ends_at_once_too() -> None:
+    """Between acceptance and the first step nobody waits who could be woken: whoever begins to wait must look first."""
+
+    async def scenario(world: AdminWorld, turns: int) -> None:
+        async with world.server():
+            for rank in ("a/0", "b/1"):
+                world.fleet.arm(FaultKind.HANG, rank, "PauseStep")
+            operation_id = await world.submit(pause())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            began = world.clock.monotonic()
+            await world.core.cancel(ADMIN, operation_id, reason="at once")
+            ended = (await world.finish(operation_id))[-1].event
+            assert isinstance(ended, OperationCancelled)
+            assert world.clock.monotonic() - began < 0.5, f"called off after {turns} turns of the loop"
+
+    for turns in range(40):
+        run_world(lambda world, turns=turns: scenario(world, turns))
