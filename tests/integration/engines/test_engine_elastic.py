@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engines_steps import do, error_of, facing
+from engines_rig import ask
+from engines_steps import PAUSE, do, error_of, facing
 from replay_engine import Answer
 from vllm_replay import DEV, VllmReplay
 
-from iop.adapters.base import Adapter
+from iop.adapters.base import Adapter, Health
 from iop.admin.enums import (
     AdminErrorCode,
     AdminOperationKind,
@@ -126,6 +127,24 @@ async def test_a_change_that_broke_off_in_its_midst_is_told_from_one_that_never_
     async with facing("vllm", vllm) as adapter:
         error = await error_of(adapter, ReconfigureStep(changes=changes()))
         assert "until it is restarted" in error.message
+
+
+@pytest.mark.clause("EN-34", "AD-37", "AD-47")
+async def test_one_that_changes_its_size_is_not_ready_and_no_other_process(vllm: VllmReplay) -> None:
+    async with facing("vllm", vllm, "endless") as adapter:
+        await do(adapter, PAUSE)
+        before = adapter.participants()
+        kept = dict(vllm.routes)
+        refusal = Answer.of({"error": "The model is currently scaling. Please try again later."}, 503)
+        vllm.routes = {**dict.fromkeys(kept, refusal), "GET /health": kept["GET /health"]}
+        await adapter.probe()
+        assert adapter.snapshot().health is Health.NOT_READY
+        assert adapter.participants() == before
+        assert (await ask(adapter, {})).error is not None, "its gate is still closed"
+        vllm.routes = kept
+        await adapter.probe()
+        assert adapter.snapshot().health is Health.READY
+        assert (await read_back(adapter)).paused
 
 
 @pytest.mark.clause("AD-15", "AD-47")

@@ -138,6 +138,9 @@ class VllmControl(NativeControl):
         health, metrics = await self._http.get_all("/health", "/metrics")
         if not health.is_ok:
             raise Unavailable(f"the engine is not well: {health.words}", reason=UNHEALTHY)
+        if metrics.status >= 500:
+            # One that changes its size answers so to everything but its health: it is no other process.
+            raise Unavailable(f"the engine takes nothing now: {metrics.words}", reason=UNHEALTHY)
         load = Load.read(metrics.body)
         if load.start_time != self._instance:
             await self._get_to_know()
