@@ -509,7 +509,10 @@ class Dispatcher:
 
     def seek_otherwise(self, handle: DispatchHandle, attempt: Attempt) -> bool:
         """Bar the way of an attempt that could not be told the request; whether somebody else is there (SF-10)."""
-        return self._bar(handle, attempt.lease)
+        now = self._loop.time()
+        return self._bar(
+            handle, attempt.lease, lambda wanted: self.pools.may_be_told(wanted, attempt.lease, now=now)
+        )
 
     # ---- inner ----
 
@@ -545,12 +548,12 @@ class Dispatcher:
         Raises:
             IopError: ``error``, if none of them is there.
         """
-        if not self._bar(handle, lease):
+        if not self._bar(handle, lease, self.pools.has_live):
             handle.settle_unserved(Outcome.REJECTED, error.reason)
             raise error
         return self.pools.acquire_again(handle.demand, now=self._loop.time())
 
-    def _bar(self, handle: DispatchHandle, lease: Lease) -> bool:
+    def _bar(self, handle: DispatchHandle, lease: Lease, is_there: Callable[[Demand], bool]) -> bool:
         """Leave out who is asked like the provider of this lease; False, and all as it was, if nobody else is there."""
         demand = handle.demand
         wanted = replace(
@@ -558,7 +561,7 @@ class Dispatcher:
             barred=demand.barred | {self.pools.way_of(lease, demand.operation)},
             run_id=self._new_run_id(),
         )
-        if self.is_closing or not self.pools.has_live(wanted):
+        if self.is_closing or not is_there(wanted):
             return False
         handle.demand = wanted
         if handle.record.candidates:

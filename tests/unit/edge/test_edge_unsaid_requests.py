@@ -70,6 +70,18 @@ async def test_openengine_servers_differ_in_what_they_take_and_are_each_asked_wi
     assert (handle.outcome, len(edge.pools.leases)) == (Outcome.UPSTREAM_ERROR, 0)
 
 
+@pytest.mark.clause("SF-10", "EN-110")
+async def test_nobody_waits_to_be_refused_by_another_server_of_the_same_type(make_edge):
+    server = replace(RUN, type="openengine", capacity=1)
+    edge, nodes = await fleet(make_edge, server, server)
+    busy = [await edge.dispatcher.dispatch(request_of("fast"), to_both(RecordingRunSink(), RecordingSink()))]
+    run_sink = RecordingRunSink()
+    busy.append(await edge.dispatcher.dispatch(request_of("fast"), to_both(run_sink, RecordingSink())))
+    nodes[1].streams[0].fail(INVALID, before_start=True)
+    assert run_sink.events[-1].type is RunEventType.ERROR
+    assert (edge.pools.waiting, busy[0].outcome, len(nodes[0].streams)) == (0, None, 1)
+
+
 @pytest.mark.clause("SF-10", "EN-112")
 @pytest.mark.parametrize(
     ("code", "is_begun", "is_before"),

@@ -445,6 +445,20 @@ class Pools:
         key = class_of(demand)
         return any(p.is_live and p.serves(key) for _, p in self._members.get(demand.model, ()))
 
+    def may_be_told(self, demand: Demand, lease: Lease, *, now: float) -> bool:
+        """Whether somebody may take what the adapter behind this lease had no words for.
+
+        One of its own type is asked only if it is free: it will hardly know better, and nobody waits for that.
+        """
+        key = class_of(demand)
+        refused = self._providers.get(lease.key)
+        return any(
+            p.is_live
+            and p.serves(key)
+            and (refused is None or p.spec.type != refused.spec.type or p.has_room(key, self.leases, now))
+            for _, p in self._members.get(demand.model, ())
+        )
+
     def way_of(self, lease: Lease, operation: str) -> str:
         """In which way the provider of a lease is asked for an operation, as it is known now."""
         provider = self._providers.get(lease.key)
