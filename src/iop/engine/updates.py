@@ -243,7 +243,7 @@ class Updates:
                 )
             if file_sha256(file) != wanted.lower():
                 raise InvalidRequest(f"The SHA-256 of {name!r} is another one.", reason="SOURCE_MISMATCH")
-        if path is not source.path and (folder / "config.json").exists():
+        if path is not source.path and _is_there(folder / "config.json"):
             self._check_geometry(load_config(folder))
         with TensorFile(path) as file_of_tensors:
             file_of_tensors.check(tensor_shapes(self._config))
@@ -281,6 +281,14 @@ class Updates:
             committed.check(shapes)
             _write(path, {name: given[name] if name in given else committed.read(name) for name in shapes})
         return path
+
+
+def _is_there(path: Path) -> bool:
+    """Whether it can be seen to be there; a folder that cannot be looked into has nothing, as have names too long."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _decode(tensor: InlineTensor) -> F32:

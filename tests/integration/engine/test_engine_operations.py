@@ -415,6 +415,7 @@ async def test_unsuitable_sources_are_refused_and_nothing_changes(engine: Engine
     unsound = InlineTensor(name="norm.weight", dtype=TensorDtype.FLOAT32, shape=(128,), data=norm.tobytes())
     cases = (
         (DiskWeights(path=tmp_path / "absent"), NotFound),
+        (DiskWeights(path=tmp_path / ("a" * 300)), NotFound),
         (DiskWeights(path=damaged), InvalidRequest),
         (DiskWeights(path=partial), InvalidRequest),
         (
