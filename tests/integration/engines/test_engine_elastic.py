@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from engines_rig import ask
 from engines_steps import PAUSE, do, error_of, facing
-from replay_engine import Answer
+from replay_engine import Answer, ReplayEngine
+from sglang_stub import Sglang
 from vllm_replay import DEV, VllmReplay
 
 from iop.adapters.base import Adapter, Health
@@ -145,6 +146,22 @@ async def test_one_that_changes_its_size_is_not_ready_and_no_other_process(vllm:
         await adapter.probe()
         assert adapter.snapshot().health is Health.READY
         assert (await read_back(adapter)).paused
+
+
+@pytest.mark.clause("AD-15")
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_routes_that_are_not_told_for_a_while_are_asked_for_again(kind: str) -> None:
+    engine: ReplayEngine = VllmReplay() if kind == "vllm" else Sglang()
+    told = engine.routes["GET /openapi.json"]
+    engine.routes["GET /openapi.json"] = Answer.of({"error": "later"}, 503)
+    async with facing(kind, engine) as adapter:
+        (info,) = adapter.participants()
+        assert info.capabilities.operations == {AdminOperationKind.PAUSE, AdminOperationKind.RESUME}
+        assert adapter.snapshot().health is Health.READY
+        engine.routes["GET /openapi.json"] = told
+        await adapter.probe()
+        (info,) = adapter.participants()
+        assert AdminOperationKind.FLUSH_CACHES in info.capabilities.operations
 
 
 @pytest.mark.clause("AD-15", "AD-47")

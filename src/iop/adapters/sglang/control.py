@@ -190,7 +190,8 @@ class SglangControl(NativeControl):
         is_new = self._paths is None
         if is_new:
             api = await self._http.get("/openapi.json", timeout_s=INFO_TIMEOUT_S)
-            self._paths = frozenset(api.read(_OpenApi).paths) if api.is_ok else frozenset()
+            if api.status < 500:  # else it is asked again
+                self._paths = frozenset(api.read(_OpenApi).paths) if api.is_ok else frozenset()
             info = await self._http.get("/server_info", timeout_s=INFO_TIMEOUT_S)
             self._info = info.read(_ServerInfo) if info.is_ok else _ServerInfo()
             path = self._model.model_path

@@ -121,6 +121,7 @@ class VllmControl(NativeControl):
         self._profiles: Profiles = Profiles(self._http)
         self._elastic = ElasticSize(self._http)
         self._paths: frozenset[str] = frozenset()
+        self._is_told = False  # a server that cannot tell its routes now is asked again
         self._launch = Launch()
         self._version = ""
         self._models: tuple[str, ...] = ()
@@ -140,9 +141,9 @@ class VllmControl(NativeControl):
             raise Unavailable(f"the engine is not well: {health.words}", reason=UNHEALTHY)
         if metrics.status >= 500:
             # One that changes its size answers so to everything but its health: it is no other process.
-            raise Unavailable(f"the engine takes nothing now: {metrics.words}", reason=UNHEALTHY)
+            raise Unavailable(f"the engine takes nothing now: {metrics.words}")
         load = Load.read(metrics.body)
-        if load.start_time != self._instance:
+        if load.start_time != self._instance or not (self._is_told or self._is_gated):
             await self._get_to_know()
             self._instance = load.start_time
         await self._read_states(load)
@@ -185,6 +186,7 @@ class VllmControl(NativeControl):
         self._is_gated = self._is_paused = False
         # Made when it is first asked for, which takes it a while.
         api = await self._http.get("/openapi.json", timeout_s=INFO_TIMEOUT_S)
+        self._is_told = api.status < 500
         self._paths = frozenset(api.read(OpenApi).paths) if api.is_ok else frozenset()
         version = await self._http.get("/version")
         self._version = version.read(Version).version if version.is_ok else ""
