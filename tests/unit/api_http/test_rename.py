@@ -18,6 +18,10 @@ from iop.api.http.rename import rename_event_models, rename_model
         ),
         (b'{"response":{"model":"dated"},"model":"dated"}', b'{"response":{"model":"fast"},"model":"fast"}'),
         (b'{"choices":[]}', b'{"choices":[]}'),
+        (
+            b'{"text":"a\\ud83d","model":"dated","message":{"text":"\\ude00","model":"dated"}}',
+            b'{"text":"a\\ud83d","model":"fast","message":{"text":"\\ude00","model":"fast"}}',
+        ),
         (b'{"model":null}', b'{"model":null}'),
         (b'{"model":"a","model":"b"}', b'{"model":"a","model":"b"}'),
         (b"no json", b"no json"),
@@ -47,4 +51,10 @@ def test_an_object_over_several_data_lines_is_renamed_in_its_line(newline: bytes
         b'event: message_start\ndata: {"type":"message_start",\ndata:"message": {\ndata:   "model" : "dated",\n'
         b'data:  "\xc3\xa9":[1,\ndata: 2]}}\nid: 7\n\ndata: {"model":"dated"}\n\ndata: {"a":\ndata: "model"\n\n'
     ).replace(b"\n", newline)
+    assert rename_event_models(events, b'"fast"') == events.replace(b'"dated"', b'"fast"')
+
+
+@pytest.mark.clause("SF-15")
+def test_the_first_event_behind_a_byte_order_mark_is_renamed_too() -> None:
+    events = b'\xef\xbb\xbfdata: {"model":"dated"}\n\ndata: {"model":"dated"}\n\n'
     assert rename_event_models(events, b'"fast"') == events.replace(b'"dated"', b'"fast"')

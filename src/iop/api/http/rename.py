@@ -10,15 +10,12 @@ from __future__ import annotations
 import re
 from typing import Final
 
-import msgspec
-
-from iop.api.http.splice import find_value
+from iop.api.http.splice import decode_request, find_value
 from iop.core.errors import InvalidRequest
 
 __all__ = ["rename_event_models", "rename_model"]
 
-_DECODER: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_DATA_LINE: Final = re.compile(rb"^data: ?(\{.*\})[ \t]*\r?$", re.MULTILINE)
+_DATA_LINE: Final = re.compile(rb"^(?:\xef\xbb\xbf)?data: ?(\{.*\})[ \t]*\r?$", re.MULTILINE)
 _DATA_LINES: Final = re.compile(rb"(?:^data:[^\n]*(?:\n|\Z)){2,}", re.MULTILINE)
 _VALUE: Final = re.compile(rb"data: ?([^\r\n]*)")
 _NESTED: Final = ("message", "response")
@@ -67,7 +64,7 @@ def _replaced(data: bytes, spans: list[tuple[int, int]], name: bytes) -> bytes:
 
 def _spans(data: bytes, *, depth: int) -> list[tuple[int, int]]:
     try:
-        raw = _DECODER.decode(data)
+        data, raw = decode_request(data, 0)
         spans = []
         model = raw.get("model")
         if model is not None and bytes(model)[:1] == b'"':
@@ -77,6 +74,6 @@ def _spans(data: bytes, *, depth: int) -> list[tuple[int, int]]:
             if value is not None and bytes(value)[:1] == b"{":
                 offset = find_value(data, raw, key)[0]
                 spans += [(offset + start, offset + end) for start, end in _spans(bytes(value), depth=1)]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequest):
+    except InvalidRequest:
         return []
     return spans

@@ -19,6 +19,7 @@ import orjson
 
 from iop.api.http.json_text import without_halves
 from iop.core.errors import InvalidRequest
+from iop.core.limits import KIB
 
 __all__ = [
     "BRACKETS_MAX",
@@ -40,6 +41,11 @@ __all__ = [
 BRACKETS_MAX: Final = 1_000_000
 """Objects and lists in one body. Checking the depth of more would hold up the loop for over a tenth of a
 second.
+"""
+
+HALVES_BYTES_MAX: Final = 512 * KIB
+"""Most bytes that are searched for halves of characters at once: more would hold up the loop for a tenth of a second. What
+is read in one piece is smaller, but for answers.
 """
 
 MODEL_NAME_BYTES_MAX: Final = 512
@@ -152,8 +158,7 @@ def decode_request(body: bytes, depth_max: int) -> tuple[bytes, dict[str, msgspe
     try:
         return body, decode_object(body, depth_max)
     except InvalidRequest:
-        text = without_halves(body)
-        if text is body:
+        if len(body) > HALVES_BYTES_MAX or (text := without_halves(body)) is body:
             raise
         return text, decode_object(text, depth_max)
 
