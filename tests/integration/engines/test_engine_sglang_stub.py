@@ -207,6 +207,31 @@ async def test_only_what_changes_nothing_is_asked_by_get_since_it_would_be_done(
         assert asked <= {"/model_info", "/ready", "/ping", "/v1/loads", "/v1/models"}
 
 
+@pytest.mark.clause("AD-37", "AD-43")
+@pytest.mark.parametrize("freed", [0, 3_000])
+async def test_a_release_is_proven_by_the_devices_memory(freed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("iop.adapters.device_memory.FREED_TIMEOUT_S", 0.05)
+    engine = Sglang()
+
+    async def used() -> int | None:
+        return 8_000 - (freed if engine.released else 0)
+
+    async with in_front_of(engine) as adapter:
+        adapter._control._device_memory = used  # type: ignore[attr-defined]
+        await do(adapter, pause(PauseMode.ABORT))
+        (outcome,) = (await do(adapter, release(*ALL))).participants
+        assert [amount.bytes for amount in outcome.amounts] == ([freed] if freed else [])
+        assert (outcome.error is None) is bool(freed)
+        if outcome.error is not None:
+            assert outcome.error.code is AdminErrorCode.VERIFICATION_FAILED
+        # Whatever the device says, what the engine answered for must be taken back, and only once.
+        restore = RestoreStep(
+            kinds=ALL, weight_source=DiskSource(path="model-a", format=WeightFormat.SAFETENSORS)
+        )
+        assert_all_ok(await do(adapter, restore))
+        assert engine.released == set()
+
+
 @pytest.mark.clause("AD-43")
 async def test_memory_is_released_only_at_rest() -> None:
     engine = Sglang()

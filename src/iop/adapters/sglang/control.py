@@ -22,6 +22,7 @@ from typing import ClassVar, Final
 import msgspec
 
 from iop.adapters.base import AdapterServices
+from iop.adapters.device_memory import DeviceMemory, device_bytes_used, freed_amounts
 from iop.adapters.engine_http import EngineAnswer
 from iop.adapters.engine_profiles import DIRECTORY_VARIABLE, NEEDS_DIRECTORY
 from iop.adapters.gate_control import (
@@ -132,7 +133,11 @@ class _OpenApi(msgspec.Struct):
 
 
 class SglangControl(NativeControl):
-    """See the module."""
+    """See the module.
+
+    Args:
+        device_memory: bytes in use on this machine's accelerators, `None` where nobody can tell.
+    """
 
     NAME: ClassVar[str] = "SGLang"
     OFFERS: ClassVar[tuple[Offer, ...]] = (
@@ -163,9 +168,15 @@ class SglangControl(NativeControl):
     )
 
     def __init__(
-        self, settings: OpenAICompatSettings, services: AdapterServices, *, targets: tuple[str, ...] = ()
+        self,
+        settings: OpenAICompatSettings,
+        services: AdapterServices,
+        *,
+        targets: tuple[str, ...] = (),
+        device_memory: DeviceMemory = device_bytes_used,
     ) -> None:
         super().__init__(settings, services, targets=targets)
+        self._device_memory = device_memory
         self._info = _ServerInfo()
         self._model = _ModelInfo()
         self._paths: frozenset[str] | None = None
@@ -403,10 +414,15 @@ class SglangControl(NativeControl):
             raise PreconditionFailed(
                 "only a paused engine without requests releases memory", reason="NOT_IDLE"
             )
+        before = await self._device_memory()
         await self._tell("/release_memory_occupation", {"tags": _tags(wanted)}, timeout_s=call.timeout_s)
         self._released |= wanted
         self._retention = step.weight_retention or self._retention
-        return succeeded()
+        # It tells nothing of what it holds: the device does.
+        amounts = await freed_amounts(
+            before, self._device_memory, min(wanted), claim="the engine answered that it released"
+        )
+        return succeeded(amounts=amounts)
 
     async def _restore(self, call: StepCall, step: RestoreStep) -> StepResult:
         held = self._released
