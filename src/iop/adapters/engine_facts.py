@@ -76,8 +76,24 @@ def facts_of_models(body: bytes) -> dict[str, ModelFacts]:
         if isinstance(entry, dict) and isinstance(name := entry.get("id"), str):
             lengths = (_tokens(entry.get(key)) for key in _LENGTHS)
             length = next((each for each in lengths if each is not None), None)
-            facts[name[:256]] = ModelFacts(context_tokens=length)
+            told = entry.get("iop")
+            facts[name[:256]] = (
+                _facts_of_edge(told) if isinstance(told, dict) else ModelFacts(context_tokens=length)
+            )
     return facts
+
+
+def _facts_of_edge(told: dict[str, Any]) -> ModelFacts:
+    """What another Edge says of its pool: what all of its providers can, whichever serves (SF-24)."""
+    window, modalities = (
+        value if isinstance(value := told.get(key), dict) else {} for key in ("context_window", "modalities")
+    )
+    return ModelFacts(
+        context_tokens=_tokens(window.get("min")),
+        images=_flag(modalities.get("image")),
+        audio=_flag(modalities.get("audio")),
+        tools=_flag(told.get("tools")),
+    )
 
 
 def facts_of_props(body: bytes) -> ModelFacts:

@@ -213,7 +213,9 @@ class OpenAICompatAdapter(Controlled):
                 self._tools = tools_of_model_info(await self._look(b"/model_info"))
             facts = facts_of_models(listing)
             self._facts = {
-                name: msgspec.structs.replace(facts[name], tools=self._tools)
+                name: facts[name]
+                if self._tools is None
+                else msgspec.structs.replace(facts[name], tools=self._tools)
                 for name in self._config.targets
                 if name in facts
             }

@@ -156,6 +156,7 @@ async def place(
             limits=limits,
             clock=clock,
             make_id=lambda: f"req-{instance[:4]}-{next(ids)}",
+            find_report=edge.nodes.probed,
         )
         server = await stack.enter_async_context(HttpServer(surface, limits=limits, clock=clock))
         _, port = await server.listen("127.0.0.1", 0)

@@ -385,6 +385,24 @@ async def test_the_first_answer_already_names_the_weights_of_the_engine(
             assert b"content-length" in headers  # no trailer has to tell of a change
 
 
+@pytest.mark.clause("SF-01")
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_outer_edge_shows_the_context_of_the_engine_that_serves(tmp_path: Path, kind: str) -> None:
+    async with line_of(tmp_path, kind) as line:
+        length = line.engine.info.context_tokens
+        async with asyncio.timeout(PATIENCE_S):
+            for edge in (line.inner, line.outer):  # the outer Node asks anew when the inner one has told
+                while True:
+                    caller = await edge.call()
+                    await caller.send(b"GET /v1/models/fast HTTP/1.1\r\nHost: e\r\n\r\n")
+                    shown = json.loads((await caller.read_answer())[2])["iop"]
+                    if shown["context_window"] == {"min": length, "max": length}:
+                        break
+                    await asyncio.sleep(0.02)
+        assert shown["tools"] is False
+        assert shown["data_parallel_ranks"] == ("0" if kind == "openengine" else "")
+
+
 @pytest.mark.clause("SF-22", "EN-04")
 async def test_two_edges_are_two_servers(line: Line) -> None:
     first = await line.outer.control.GetServerInfo(server_pb2.GetServerInfoRequest())

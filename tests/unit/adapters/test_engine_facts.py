@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,8 @@ from iop.adapters.engine_facts import (
     refuses_tools_at_all,
     tools_of_model_info,
 )
+from iop.adapters.openengine.model_facts import facts_of_info
+from iop.pb.openengine.v1 import model_pb2
 from iop.wire.model_facts import ModelFacts, decode_facts, encode_facts, read_names
 
 
@@ -35,6 +38,38 @@ def test_only_a_server_that_knows_wrong_methods_shows_which_routes_it_has() -> N
 def test_a_model_list_tells_lengths_under_the_names_that_engines_use(key: str) -> None:
     body = json.dumps({"data": [{"id": "a", key: 4096}, {"id": "b"}, {"id": 5}, "x"]}).encode()
     assert facts_of_models(body) == {"a": ModelFacts(context_tokens=4096), "b": ModelFacts()}
+
+
+@pytest.mark.clause("SF-01", "SF-24")
+def test_an_edge_says_what_all_of_its_pool_can() -> None:
+    told = {
+        "context_window": {"min": 2048, "max": 4096},
+        "modalities": {"text": True, "image": True, "audio": None},
+        "tools": False,
+    }
+    body = json.dumps(
+        {"data": [{"id": "a", "iop": told}, {"id": "b", "iop": {"context_window": 5}}]}
+    ).encode()
+    wanted = ModelFacts(context_tokens=2048, images=True, audio=None, tools=False)
+    assert facts_of_models(body) == {"a": wanted, "b": ModelFacts()}
+
+
+@pytest.mark.clause("SF-01")
+@pytest.mark.parametrize(
+    ("info", "facts"),
+    [
+        ({}, ModelFacts(tools=False)),
+        (
+            {"max_context_length": 512, "supports_multimodal": False},
+            ModelFacts(context_tokens=512, images=False, tools=False),
+        ),
+        ({"max_context_length": 0, "supports_multimodal": True}, ModelFacts(images=True, tools=False)),
+        ({"tokenizer_modes": ["openai_chat"], "supports_multimodal": False}, ModelFacts()),
+        ({"tokenizer_modes": ["openai_chat"], "supports_multimodal": True}, ModelFacts(images=True)),
+    ],
+)
+def test_an_openengine_server_says_its_lengths_and_pictures(info: dict[str, Any], facts: ModelFacts) -> None:
+    assert facts_of_info(model_pb2.ModelInfo(**info)) == facts
 
 
 @pytest.mark.clause("SF-01")

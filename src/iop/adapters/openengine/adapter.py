@@ -22,6 +22,7 @@ from iop.adapters.controlled import Controlled
 from iop.adapters.gate_control import GateControl
 from iop.adapters.http_tunnel import refuse_tunnel
 from iop.adapters.openengine.channel import bearer, check_authority, connect, error_of, open_channel
+from iop.adapters.openengine.model_facts import facts_of_info
 from iop.adapters.openengine.ranks import ranks_of
 from iop.adapters.openengine.runs import GenerateRun
 from iop.core.errors import InvalidRequest, IopError
@@ -137,6 +138,7 @@ class OpenEngineAdapter(Controlled):
             engine_queued=self._queued,
             model_infos={target: info.SerializeToString() for target, info in self._infos.items()},
             data_parallel_ranks=self._ranks,
+            model_facts={target: facts_of_info(info) for target, info in self._infos.items()},
         )
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:

@@ -16,6 +16,7 @@ from iop.api.http.operations import PATHS
 from iop.core.ids import NodeId, ProviderId
 from iop.edge.calls import RUN_OPERATIONS, TOKENIZE, ProviderKey, Route
 from iop.edge.snapshot import AdapterSpec, EdgeSnapshot, ModelSpec
+from iop.wire.data_parallel import RANKS_CAPABILITY, read_ranks, write_ranks
 from iop.wire.messages import ProviderSnapshot
 from iop.wire.model_facts import ABSENT_OPERATIONS, MODEL_FACTS, ModelFacts, decode_facts, read_names
 
@@ -102,6 +103,7 @@ class SurfaceMatrix:
 
     def _facts(self, snapshot: EdgeSnapshot, model: ModelSpec) -> dict[str, Any]:
         facts: list[ModelFacts] = []
+        ranks: frozenset[int] = frozenset()
         configured = concurrent = long = 0
         for member in model.members:
             adapter = snapshot.find_adapter(member.key)
@@ -115,6 +117,7 @@ class SurfaceMatrix:
             long += adapter.long_capacity
             told = decode_facts(report.capabilities.get(MODEL_FACTS + member.target, "{}"))
             facts.append(told)
+            ranks |= read_ranks(report.capabilities.get(RANKS_CAPABILITY + member.target, ""))
         lengths = [each.context_tokens for each in facts]
         known = [length for length in lengths if length is not None]
         return {
@@ -135,6 +138,7 @@ class SurfaceMatrix:
                 "body_bytes": self._limits.body_bytes,
                 "total_timeout_sec": self._limits.total_timeout_s,
             },
+            "data_parallel_ranks": write_ranks(ranks),
             "providers_configured": configured,
             "providers_live": len(facts),
         }

@@ -216,6 +216,7 @@ _ANSWERS: Final[Mapping[str, Schema]] = {
             ),
             tools=_or_null(_FLAG),
             limits=_OBJECT,
+            data_parallel_ranks=_TEXT,
             providers_configured=_COUNT,
             providers_live=_COUNT,
         ),
