@@ -13,11 +13,11 @@ import orjson
 
 __all__ = ["json_text", "read_text", "without_halves"]
 
-_ESCAPES: Final = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
-    re.DOTALL,
+_HALVES: Final = re.compile(
+    rb"(?<!\\)((?:\\\\)*+)(?:(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"|\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
-"""Each escape, two of a surrogate pair as one; the group is half a pair that stands alone."""
+"""Behind backslashes that stand for themselves, a surrogate pair, or else half of one."""
 
 
 def json_text(value: Any) -> bytes:
@@ -39,9 +39,9 @@ def read_text(literal: bytes) -> str:
 
 def without_halves(data: bytes) -> bytes:
     """JSON of the same length with another escape in place of each that is half a pair; the same object without any."""
-    text = _ESCAPES.sub(_whole, data)
+    text = _HALVES.sub(_whole, data)
     return data if text == data else text
 
 
-def _whole(escape: re.Match[bytes]) -> bytes:
-    return escape[0] if escape[1] is None else b"\\ufffd"
+def _whole(found: re.Match[bytes]) -> bytes:
+    return found[0] if found[2] is not None else found[1] + b"\\ufffd"

@@ -44,8 +44,8 @@ second.
 """
 
 HALVES_BYTES_MAX: Final = 512 * KIB
-"""Most bytes that are searched for halves of characters at once: more would hold up the loop for a tenth of a second. What
-is read in one piece is smaller, but for answers.
+"""Most bytes that are searched for halves of characters at once: more would hold up the loop. What is read in one piece
+is smaller, but for answers.
 """
 
 MODEL_NAME_BYTES_MAX: Final = 512
