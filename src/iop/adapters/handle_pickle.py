@@ -84,7 +84,7 @@ def _step(code: str, argument: Any, stack: list[object], memo: list[object]) -> 
             _put(stack[-1], key, value)
     elif code == "MEMOIZE":
         memo.append(stack[-1])
-    elif code == "BINGET":
+    elif code in {"BINGET", "LONG_BINGET"}:
         stack.append(memo[argument])
     elif code == "STACK_GLOBAL":
         name, module = stack.pop(), stack.pop()

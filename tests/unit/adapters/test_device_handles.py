@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,6 +159,14 @@ DATA = st.recursive(
 @given(DATA)
 def test_what_is_written_is_read_again(value: object) -> None:
     assert read(written(value)) == value
+
+
+@pytest.mark.clause("AD-45")
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_what_stands_in_it_many_times_is_read_wherever_it_stood_first(protocol: int) -> None:
+    words = [f"word {number}" for number in range(600)]
+    value = {word: (words[-1], words[3], number, True, b"x") for number, word in enumerate(words)}
+    assert read(pickle.dumps(value, protocol=protocol)) == value
 
 
 def test_only_plain_data_is_written() -> None:

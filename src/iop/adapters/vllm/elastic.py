@@ -88,7 +88,8 @@ class ElasticSize:
         )
 
     async def _scale(self, size: int, *, timeout_s: float) -> None:
-        body = {"new_data_parallel_size": size, "drain_timeout": max(1, int(timeout_s))}
+        # A little less than we wait, so that what it says of it is heard.
+        body = {"new_data_parallel_size": size, "drain_timeout": max(1, int(0.9 * timeout_s))}
         try:
             answer = await self._http.post(SCALE_ROUTE, body, timeout_s=timeout_s)
         except DeadlineExceeded:
