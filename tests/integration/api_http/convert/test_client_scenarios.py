@@ -18,6 +18,7 @@ from dialect_clients import TALKS, Ask
 from http_fleet import HttpFleet, fleet_of
 
 from iop.api.http.keys import ApiKeySpec
+from iop.edge.snapshot import DispatchLimits
 from iop.testing.stub_engine import StubCall, whole_answer
 from iop.testing.waiting import SOON_S, eventually
 
@@ -133,6 +134,36 @@ async def test_clients_wait_out_our_own_429(dialect: str, is_sync: bool) -> None
             tasks.create_task(give_way())
             answer = await driver.call(driver.params(Ask("hello")), max_retries=3)
         assert driver.talk.whole(answer).text == "Héllo 🚀"
+
+
+@pytest.mark.slow
+@pytest.mark.clause("SF-02", "SF-06", "SF-12", "SF-14")
+@pytest.mark.parametrize("kind", KINDS)
+async def test_our_time_limits_are_typed_errors_of_every_client(kind: str) -> None:
+    """Nothing in time is a 504; a stream that is cut by its limit raises, or ends in its dialect's failure."""
+    limits = DispatchLimits(first_byte_timeout_s=0.3, total_timeout_s=1.0)
+
+    async def judge(fleet: HttpFleet, dialect: str) -> None:
+        async with Driver(dialect, fleet.url, is_sync=False) as driver:
+            for is_stream in (False, True):
+                with pytest.raises(driver.talk.errors.InternalServerError) as late:
+                    await driver.call(driver.params(Ask("do:hang now"), is_stream=is_stream))
+                assert late.value.status_code == 504
+                assert late.value.response.headers["x-iop-reason"] == "timeout"
+            raised, events = "", []
+            try:
+                events = await driver.call(driver.params(Ask("do:hold now"), is_stream=True))
+            except driver.talk.errors.APIError as error:
+                raised = str(error)
+            if not events:
+                assert "did not answer in time" in raised
+            else:
+                assert (dialect, events[-1].type) == ("responses", "response.failed")
+                assert events[-1].response.error.code == "timeout"
+
+    async with target(kind, dispatch_limits=limits) as fleet, asyncio.TaskGroup() as tasks:
+        for dialect in TALKS:
+            tasks.create_task(judge(fleet, dialect))
 
 
 # ---- routes without a dialect of turns ----
