@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 from engines_steps import PAUSE, do, error_of, facing
 from replay_engine import Answer, ReplayEngine
+from safetensors.numpy import save_file
 from sglang_stub import Sglang
 from trainer_handles import shared
 from vllm_replay import HANDLES, VllmReplay
@@ -23,7 +26,7 @@ from iop.admin.steps import (
     UndoWeightsStep,
     VerifyWeightsStep,
 )
-from iop.core.errors import Unsupported
+from iop.core.errors import PreconditionFailed, Unsupported
 from iop.testing.adapter_suite import assert_all_ok
 
 SOURCE = shared("head", "one device")
@@ -90,6 +93,32 @@ async def test_a_handle_that_vllm_cannot_open_leaves_it_changed_and_out_of_the_s
         assert "CUDA" in outcome.error.message
         assert outcome.changed
         assert vllm.posts()[-1] == "/shutdown_weight_transfer_engine"
+
+
+@pytest.mark.clause("AD-32", "AD-45")
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_only_weights_that_came_from_disk_are_taken_for_readable_again(
+    tmp_path: Path, is_first: bool
+) -> None:
+    save_file({"head": np.zeros((2, 3), np.float32)}, tmp_path / "model.safetensors")
+    vllm = VllmReplay(transfer="ipc", model_root=str(tmp_path))
+    # One that tells no checksums, which would show that other weights came back.
+    vllm.routes["POST /weight_checker"] = Answer(404, b"")
+    undo = UndoWeightsStep(model="m", previous_source=None, previous_weight_version="v2")
+    async with in_front_of("vllm", vllm) as adapter:
+        if not is_first:
+            assert_all_ok(await do(adapter, APPLY))
+            assert_all_ok(await do(adapter, COMMIT))
+        vllm.routes["POST /update_weights"] = HANDLES["update_weights without a GPU"]
+        await do(adapter, APPLY, "op-2")
+        vllm.forget()
+        if is_first:
+            assert_all_ok(await do(adapter, undo, "op-2"))
+            assert "/collective_rpc" in vllm.posts()
+        else:
+            with pytest.raises(PreconditionFailed, match="cannot be read again"):
+                await do(adapter, undo, "op-2")
+            assert vllm.posts() == []
 
 
 @pytest.mark.clause("AD-15", "AD-45")

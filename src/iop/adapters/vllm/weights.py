@@ -62,6 +62,7 @@ class WeightSwap:
         self._staged = staged
         self._model = ""
         self._path = ""
+        self._read_from = ""  # where the weights in place can be read again; a trainer's cannot
         self.startup_path = ""
         self.sources: frozenset[WeightSourceKind] = frozenset()
         self.has_resumed = False
@@ -76,7 +77,7 @@ class WeightSwap:
             model: a name that it answers to.
             path: directory of its weights; empty when this machine does not see it.
         """
-        self._model, self._path, self.startup_path = model, path, path
+        self._model, self._path, self._read_from, self.startup_path = model, path, path, path
         self._operation, self._before, self._is_changed = "", ("", b""), False
 
     async def execute(
@@ -107,11 +108,12 @@ class WeightSwap:
                 checked = await self._checked(source)
                 digest = await self._digest() if has_checksums else b""
                 if not self._is_changed or self._operation != call.operation_id:
-                    self._before = (self._path, digest)
+                    self._before = (self._read_from, digest)
                 self._operation, self._is_changed = call.operation_id, True
                 if isinstance(checked, DiskSource):
                     await self.reload(checked.path, timeout_s=call.timeout_s)
                 else:
+                    self._read_from = ""
                     await transfer.receive(self._http, checked, timeout_s=call.timeout_s)
                 return succeeded()
             case VerifyWeightsStep():
@@ -134,7 +136,7 @@ class WeightSwap:
         answer = await self._http.post("/collective_rpc", body, timeout_s=timeout_s)
         if not answer.is_ok:
             raise StepFailed(f"the engine could not load the weights: {answer.words}")
-        self._path = path
+        self._path = self._read_from = path
 
     async def _checked(self, source: WeightSource) -> DiskSource | DistributedSource | SharedWeights:
         """The source, looked at as far as can be without touching the engine. Raises StepFailed or Unsupported."""
