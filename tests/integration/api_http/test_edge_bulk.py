@@ -271,7 +271,7 @@ async def test_a_body_too_dense_to_be_converted_in_one_piece_is_refused_and_pass
         (b'","model":"fast","model":"fast"}', b"duplicate_key"),
         (b'","model":"fast","x":' + b"[" * 200 + b"]" * 200 + b"}", b"json_too_deep"),
         (b'\x01","model":"fast"}', b"invalid_json"),
-        (b'\\ud800","model":"fast"}', b"invalid_json"),
+        (b'\\ud800\\x","model":"fast"}', b"invalid_json"),
         (b'","model":"fast"', b"invalid_json"),
         (b'","model":"fast"}}', b"invalid_json"),
         (b'","model":"fast","x":' + b" " * (600 * KIB) + b"1}", b"invalid_json"),
