@@ -16,7 +16,7 @@ from iop.admin import planner
 from iop.admin.audit_trail import AuditTrail
 from iop.admin.capability import cancellable_kinds
 from iop.admin.crew import CrewTiming, read_back_all
-from iop.admin.desired import OverrideRecord
+from iop.admin.desired import Desired, OverrideRecord
 from iop.admin.enums import AdminOperationKind, CancelDisposition
 from iop.admin.executions import Executions
 from iop.admin.executor import ExecutorPorts, ExecutorTiming
@@ -294,10 +294,24 @@ class AdminCore:
                 count = await self._journal.expire(
                     ended_before_unix_nanos=before, keep_blobs=referenced_blobs(snapshot)
                 )
+                await self._forget_profiles(snapshot.desired, before)
             except Unavailable as exc:
                 logger.warning("operations.expiry_failed error=%s", exc)
             else:
                 logger.info("operations.expired count=%d", count)
+
+    async def _forget_profiles(self, desired: Desired, before_unix_nanos: int) -> None:
+        """Profiles go as the operations do that started and stopped them; their artifacts are named no more."""
+        old = {i: p for i, p in desired.profiles.items() if p.last_unix_nanos < before_unix_nanos}
+        if any(not p.stopped for p in old.values()):
+            ended = await self._ended_profiles()
+            old = {i: p for i, p in old.items() if p.stopped or i in ended}
+        if old:
+            await self._journal.amend(
+                lambda s: dataclasses.replace(
+                    s.desired, profiles={i: p for i, p in s.desired.profiles.items() if i not in old}
+                )
+            )
 
     async def _execute(self, operation_id: OperationId, *, is_recovery: bool) -> None:
         await self._executions.run(operation_id, is_recovery=is_recovery)

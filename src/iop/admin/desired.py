@@ -118,7 +118,11 @@ class WeightRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRecord:
-    """One profile, running until `stopped`."""
+    """One profile, running until `stopped`.
+
+    Attributes:
+        stopped_at_unix_nanos: when its stop was accepted; zero while it runs.
+    """
 
     profile_id: str
     operation_id: OperationId
@@ -127,6 +131,12 @@ class ProfileRecord:
     started_at_unix_nanos: int
     stopped: bool = False
     artifacts: tuple[ProfileArtifact, ...] = ()
+    stopped_at_unix_nanos: int = 0
+
+    @property
+    def last_unix_nanos(self) -> int:
+        """When an operation last had to do with it."""
+        return max(self.started_at_unix_nanos, self.stopped_at_unix_nanos)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -253,7 +253,12 @@ def _stopped(desired: Desired, record: OperationRecord, steps: Sequence[StepReco
     if profile is None or profile.stopped:
         return desired
     artifacts = tuple(a for o in outcomes_of(record, steps) for a in o.artifacts)
-    profile = dataclasses.replace(profile, stopped=True, artifacts=artifacts)
+    profile = dataclasses.replace(
+        profile,
+        stopped=True,
+        artifacts=artifacts,
+        stopped_at_unix_nanos=record.spec.accepted_at_unix_nanos,
+    )
     return dataclasses.replace(desired, profiles=with_item(desired.profiles, profile.profile_id, profile))
 
 

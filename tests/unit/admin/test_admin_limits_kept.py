@@ -6,12 +6,13 @@ import asyncio
 import dataclasses
 
 import pytest
-from admin_requests import flush, pause, update
+from admin_requests import flush, pause, start_profile, stop_profile, update
 
 from iop.admin.enums import AdminErrorCode
 from iop.admin.participant import ProgressSink
 from iop.admin.profile import AdminLimits
-from iop.admin.results import OperationFailed, is_terminal
+from iop.admin.requests import ParticipantTargets, StartProfileRequest
+from iop.admin.results import OperationCompleted, OperationFailed, StartProfileResult, is_terminal
 from iop.admin.steps import PauseStep, StepCall, StepResult
 from iop.core.errors import NotFound
 from iop.testing.admin_world import ADMIN, AdminWorld, run_world
@@ -59,6 +60,34 @@ def test_keys_and_operations_are_kept_as_long_as_advertised_and_then_forgotten()
             with pytest.raises(NotFound):
                 await core.get(ADMIN, first)
             assert (await world.run(flush()))[0].operation_id != first
+
+    run_world(scenario)
+
+
+@pytest.mark.clause("AD-46", "AD-50")
+def test_profiles_are_forgotten_with_the_operations_that_made_them_unless_they_still_run() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        world.limits = AdminLimits(idempotency_retention_ms=5 * HOUR_MS, operation_retention_ms=2 * HOUR_MS)
+
+        def on(group: str, key: str) -> StartProfileRequest:
+            members = ParticipantTargets(participant_ids=(f"{group}/0", f"{group}/1"))  # type: ignore[arg-type]
+            return dataclasses.replace(start_profile(key), target=members)
+
+        async with world.server():
+            stopped = (await world.run(on("a", "one")))[-1].event
+            await world.settle(3600)
+            assert isinstance(stopped, OperationCompleted)
+            assert isinstance(stopped.result, StartProfileResult)
+            await world.run(stop_profile(stopped.result.profile_id, "two"))
+            over = await world.submit(dataclasses.replace(on("a", "three"), max_duration_ms=1000))
+            runs = await world.submit(on("b", "four"))
+            await world.settle(1)
+            for rank in world.fleet.members("a"):
+                rank.profiles.clear()
+            await world.settle(4.5 * 3600)
+            assert len(world.store.desired.profiles) == 3
+            await world.settle(2 * 3600)
+            assert {p.operation_id for p in world.store.desired.profiles.values()} == {runs}, over
 
     run_world(scenario)
 
