@@ -104,9 +104,21 @@ SUCCESS = (b"data: [DONE]", b"message_stop", b"response.completed")
 @pytest.mark.clause("SF-14", "EN-112", "SF-10")
 @pytest.mark.slow
 async def test_damaged_answers_of_runs_end_and_none_looks_whole_that_was_cut() -> None:
-    rng = random.Random(3)
-    async with fleet_of(capacity=1, is_ollama=True) as fleet:
-        for number in range(2 * ROUNDS):
+    await damage_runs(3, 2 * ROUNDS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.case("P-09")
+@pytest.mark.clause("SF-14", "EN-112", "SF-10")
+async def test_five_thousand_damaged_answers_of_runs_end() -> None:
+    await damage_runs(4, 5000)
+
+
+async def damage_runs(seed: int, rounds: int) -> None:
+    rng = random.Random(seed)
+    async with fleet_of(capacity=1, is_ollama=True, bound_s=rounds + 60.0) as fleet:
+        for number in range(rounds):
             data = damage(RAW_RUN, rng)
 
             async def script(call: StubCall, data: bytes = data) -> None:
@@ -131,7 +143,7 @@ async def test_damaged_answers_of_runs_end_and_none_looks_whole_that_was_cut() -
                 assert is_stream or not answer.startswith(b"HTTP/1.1 200"), about
             await fleet.settled()
             assert fleet.outcome(f"run-{number}") is not None
-        assert fleet.edge.pools.leases.returned_total == 2 * ROUNDS
+        assert fleet.edge.pools.leases.returned_total == rounds
 
 
 async def healthy(call: StubCall) -> None:
