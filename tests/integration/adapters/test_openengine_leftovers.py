@@ -132,8 +132,11 @@ async def test_work_that_a_left_pause_froze_goes_on_before_it_is_drained(admin: 
 
 
 @pytest.mark.clause("AD-36", "AD-39")
+@pytest.mark.parametrize(
+    ("body", "undo"), [(pause(), ResumeStep()), (CPU, StopProfileStep(profile_id=CPU.profile_id))]
+)
 async def test_a_mutation_that_is_given_up_on_its_way_is_found_by_whoever_takes_it_back(
-    admin: AdminRig, monkeypatch: pytest.MonkeyPatch
+    admin: AdminRig, monkeypatch: pytest.MonkeyPatch, body: Step, undo: Step
 ) -> None:
     arrived, go_on = asyncio.Event(), asyncio.Event()
     core = admin.engine.world.core
@@ -145,19 +148,19 @@ async def test_a_mutation_that_is_given_up_on_its_way_is_found_by_whoever_takes_
         return await accept(call)
 
     monkeypatch.setattr(core, "_accept", late)
-    call = step_call(admin.adapter, pause(), operation="gone")
+    call = step_call(admin.adapter, body, operation="prof")
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
         step = tasks.create_task(admin.adapter.execute_step(call, lambda _: None))
         await arrived.wait()
         step.cancel()
         asyncio.get_running_loop().call_later(0.2, go_on.set)  # long after somebody would have looked for it
     monkeypatch.undo()
-    assert_all_ok(await admin.step(ResumeStep(), operation="gone", step=2))
+    assert_all_ok(await admin.step(undo, operation="prof", step=2))
     await go_on.wait()
     await settled(admin)
-    assert len(admin.engine.world.store.records) >= 1
+    assert admin.engine.world.store.records
     assert admin.engine.world.store.desired.pauses == {}
-    assert not any(rank.paused for rank in admin.engine.world.fleet.members("g"))
+    assert not any(rank.paused or rank.profiles for rank in admin.engine.world.fleet.members("g"))
 
 
 @pytest.mark.clause("AD-36", "AD-37")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -189,7 +189,8 @@ class AdminRpc:
         """StartProfile; a repetition with the same key answers the same."""
         message = self._codec.encode(request, pb.StartProfileRequest())
         try:
-            return self._codec.decode(await self._unary("StartProfile", message), StartProfileResult)
+            answer = await self._unary("StartProfile", message, outlives_caller=True)
+            return self._codec.decode(answer, StartProfileResult)
         except AlreadyExists as exc:
             result = await self._result_of_key(exc)
             assert isinstance(result, StartProfileResult), "the key names the step, and the step its kind"
@@ -297,7 +298,7 @@ class AdminRpc:
     ) -> OperationResult:
         call = getattr(self._stub, rpc)(message, metadata=self._metadata)
         try:
-            raw = await _first_event(call)
+            raw = await _answer_of(call.read)
             while True:
                 if raw is END_OF_CALL:
                     raise RemoteProtocolError(
@@ -323,26 +324,35 @@ class AdminRpc:
         finally:
             call.cancel()
 
-    async def _unary(self, rpc: str, message: Any, *, timeout_s: float = READ_TIMEOUT_S) -> Any:
+    async def _unary(
+        self, rpc: str, message: Any, *, timeout_s: float = READ_TIMEOUT_S, outlives_caller: bool = False
+    ) -> Any:
         await connect(self._channel)
+
+        def ask() -> Awaitable[Any]:
+            asked: Awaitable[Any] = getattr(self._stub, rpc)(
+                message, metadata=self._metadata, timeout=timeout_s
+            )
+            return asked
+
         try:
-            return await getattr(self._stub, rpc)(message, metadata=self._metadata, timeout=timeout_s)
+            return await (_answer_of(ask) if outlives_caller else ask())
         except grpc.aio.AioRpcError as exc:
             raise error_of(exc) from exc
 
 
-async def _first_event(call: Any) -> Any:
-    """What the engine says first; whoever is cancelled meanwhile still waits for it, within a bound."""
+async def _answer_of(ask: Callable[[], Awaitable[Any]]) -> Any:
+    """What the engine says to a mutation first; whoever is cancelled meanwhile still waits for it, within a bound."""
     answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def read() -> None:
         try:
-            answered.set_result(await call.read())
+            answered.set_result(await ask())
         except grpc.aio.AioRpcError as exc:
             answered.set_exception(exc)
 
     async with asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(read(), name="first event")
+        reading = tasks.create_task(read(), name="first answer")
         try:
             await asyncio.wait({reading})
         except asyncio.CancelledError:
