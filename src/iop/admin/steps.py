@@ -232,6 +232,17 @@ class StepCall:
     body: Step
     timeout_s: float
 
+    @property
+    def answer_within_s(self) -> float:
+        """Seconds after which whoever executes it says what it knows by then.
+
+        A little before the caller stops waiting: an answer that names a rank tells more than silence (AD-31).
+        """
+        return max(0.9 * self.timeout_s, self.timeout_s - ANSWER_MARGIN_S)
+
+
+ANSWER_MARGIN_S = 2.0
+"""What an answer that comes before its caller stops waiting is early by, at most."""
 
 BYTES_UNIT = "bytes"
 """The unit of progress that a participant's status keeps: how much it has loaded (AD-23)."""

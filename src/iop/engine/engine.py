@@ -263,6 +263,10 @@ class Engine:
         await self._failed.wait()
         return self._why_failed
 
+    def silent_ranks(self, seconds: float) -> frozenset[int]:
+        """Ranks that have owed an answer for so long and said nothing meanwhile; never waits."""
+        return self._running().ranks.silent_for(seconds)
+
     def counters(self) -> Counters:
         """Gauges and totals for metrics; never waits."""
         runner = self._running().runner

@@ -36,6 +36,7 @@ class _Channel(asyncio.Protocol):
         self._on_lost = on_lost
         self._buffer = FrameBuffer()
         self._waiting: deque[asyncio.Future[dict[str, Any]]] = deque()
+        self._heard_at = 0.0
         self._transport: asyncio.Transport | None = None
         self.is_lost = False
 
@@ -48,12 +49,18 @@ class _Channel(asyncio.Protocol):
         """Whether it owes an answer that somebody still waits for."""
         return any(not answer.done() or answer.cancelled() for answer in self._waiting)
 
+    def silent_s(self, now: float) -> float:
+        """For how long it has owed an answer and said nothing; 0 if it owes none."""
+        return now - self._heard_at if self._waiting else 0.0
+
     def expect(self) -> asyncio.Future[dict[str, Any]]:
         """A future for the next answer that nobody awaits yet."""
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if self.is_lost:
             answer.set_exception(_lost())
         else:
+            if not self._waiting:
+                self._heard_at = asyncio.get_running_loop().time()
             self._waiting.append(answer)
         return answer
 
@@ -65,6 +72,7 @@ class _Channel(asyncio.Protocol):
         return answer
 
     def data_received(self, data: bytes) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
         try:
             for message in self._buffer.feed(data):
                 if not self._waiting:
@@ -224,6 +232,13 @@ class RankGroup:
         for message in found:
             _checked(message)
         return tuple(found)
+
+    def silent_for(self, seconds: float) -> frozenset[int]:
+        """Ranks that have owed an answer for so long and said nothing meanwhile."""
+        now = asyncio.get_running_loop().time()
+        return frozenset(
+            rank for rank, channel in enumerate(self._channels) if channel.silent_s(now) >= seconds
+        )
 
     def close(self) -> None:
         """End all ranks now and wait for the kernel to say so; idempotent. They hold nothing that needs saving."""

@@ -18,6 +18,7 @@ from test_openengine_adapter import DISK, AdminRig, admin, pause, running
 from iop.adapters.openengine.admin_rpc import AdminRpc
 from iop.admin.core import MutationCall
 from iop.admin.enums import (
+    AdminErrorCode,
     AdmissionPolicy,
     BusyPolicy,
     CacheKind,
@@ -104,6 +105,27 @@ async def test_ranks_under_a_step_that_is_followed_are_told_of(admin: AdminRig) 
         assert [each.reachable for each in await admin.adapter.read_back(admin.ids)] == [True, True]
         held.gate.set()
         assert_all_ok(await task)
+
+
+@pytest.mark.case("P-24")
+@pytest.mark.clause("AD-25", "AD-31")
+async def test_a_rank_that_failed_is_named_when_the_time_is_up_before_its_engine_is_done(
+    admin: AdminRig,
+) -> None:
+    good, bad = admin.ids
+    world = admin.engine.world
+    world.fleet.arm(FaultKind.ERROR, bad, "PauseStep")
+    held = Held(admin.engine, ResumeStep)  # the engine's way back
+    call = dataclasses.replace(step_call(admin.adapter, pause(), operation="late"), timeout_s=2.0)
+    async with asyncio.timeout(PATIENCE_S):
+        result = await admin.adapter.execute_step(call, lambda _: None)
+    assert held.reached.is_set()
+    told = {each.participant_id: each.error for each in result.participants}
+    assert told[bad] is not None and told[bad].code is AdminErrorCode.PARTICIPANT_FAILED
+    assert told[good] is not None and told[good].code is AdminErrorCode.INTERRUPTED
+    assert str(bad) in told[good].message
+    held.gate.set()
+    await settled(admin)
 
 
 @pytest.mark.clause("AD-37", "AD-39", "AD-41")

@@ -14,8 +14,13 @@ from pathlib import Path
 import pytest
 from engine_kit import answer, collect, eventually, is_alive, request
 
+from iop.admin.enums import AdminErrorCode, BusyPolicy, CacheKind
+from iop.admin.steps import FlushStep, StepCall
 from iop.core.errors import InvalidRequest, IopError, NotFound, Unavailable
+from iop.core.ids import ENGINE_GROUP, OperationId
 from iop.engine import Engine, EngineSettings, EngineState, builtin_checkpoint
+from iop.engine.participants import RankDriver
+from iop.testing.waiting import PATIENCE_S
 
 
 async def pids_of(engine: Engine) -> list[int]:
@@ -75,6 +80,36 @@ async def test_an_operation_that_a_silent_rank_holds_up_ends_and_names_it(settin
             await engine.read_back()
         assert caught.value.reason == "RANK_LOST"
         assert "Rank 1" in await engine.wait_failed()
+
+
+@pytest.mark.case("P-24")
+@pytest.mark.clause("AD-25", "AD-31")
+async def test_a_rank_that_is_silent_when_a_steps_time_is_up_is_named_and_not_lost(
+    engine: Engine, settings: EngineSettings
+) -> None:
+    assert settings.checkpoint is not None
+    driver = RankDriver(engine, checkpoint=settings.checkpoint)
+    pids = await pids_of(engine)
+    call = StepCall(
+        operation_id=OperationId("op-1"),
+        ordinal=1,
+        step=1,
+        group_id=ENGINE_GROUP,
+        participant_ids=tuple(each.participant_id for each in driver.participants()),
+        body=FlushStep(kinds=(CacheKind.PREFIX,), busy_policy=BusyPolicy.FAIL),
+        timeout_s=0.5,
+    )
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        result = await driver.execute(call, lambda _: None)
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    held_up, silent = (each.error for each in result.participants)
+    assert silent is not None and silent.code is AdminErrorCode.DEADLINE_EXCEEDED
+    assert silent.message == "Rank 1 did not answer in time."
+    assert held_up is not None and held_up.code is AdminErrorCode.INTERRUPTED
+    again = await driver.execute(replace(call, step=2, timeout_s=PATIENCE_S), lambda _: None)
+    assert [each.error for each in again.participants] == [None, None]
 
 
 async def test_closing_ends_requests_and_leaves_no_process(settings: EngineSettings) -> None:

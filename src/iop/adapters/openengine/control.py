@@ -45,6 +45,7 @@ from iop.admin.results import (
     ChangeResult,
     OperationProgress,
     OperationResult,
+    ParticipantError,
     ParticipantStatus,
     ProfileArtifact,
     ReconfigureServingResult,
@@ -117,7 +118,7 @@ class OpenEngineControl:
         self._frozen = 0
         self._tasks: asyncio.TaskGroup | None = None
         self._artifacts: dict[str, ProfileArtifact] = {}
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, dict[ParticipantId, ParticipantError]] = {}
         self._serving: dict[ParticipantId, dict[ReconfigurableField, ServingValue]] = {}
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -202,11 +203,16 @@ class OpenEngineControl:
     async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
         """As :meth:`iop.adapters.base.Adapter.execute_step`."""
         own = steps.nested_key(call)
-        self._under_way.add(own)
+        failed = self._under_way.setdefault(own, {})
         try:
-            # The profile is read once nothing older acts any more: what that did may end by itself meanwhile.
-            profile = await self._profile_of_its_own(call)
-            result = await self._dispatch(call, profile, report)
+            async with asyncio.timeout(call.answer_within_s):
+                # The profile is read once nothing older acts any more: what that did may end by itself meanwhile.
+                profile = await self._profile_of_its_own(call)
+                result = await self._dispatch(call, profile, report)
+        except TimeoutError:
+            if not failed:
+                raise
+            result = steps.failed_so_far(call, failed)
         except OperationFailedError as exc:
             result = steps.failed_by(call, exc.error)
         except (Unauthenticated, PermissionDenied) as exc:
@@ -216,7 +222,7 @@ class OpenEngineControl:
         except IopError as exc:
             result = steps.refused(call, exc)
         finally:
-            self._under_way.discard(own)
+            self._under_way.pop(own, None)
         self._services.on_change()
         return result
 
@@ -569,8 +575,12 @@ class OpenEngineControl:
     async def _mutate(
         self, call: StepCall, request: MutationRequest, report: ProgressSink
     ) -> OperationResult:
+        failed = self._under_way.setdefault(steps.nested_key(call), {})
+
         def on_progress(progress: OperationProgress | ParticipantStatus) -> None:
             if isinstance(progress, ParticipantStatus):
+                if progress.error is not None and progress.participant_id in call.participant_ids:
+                    failed.setdefault(progress.participant_id, progress.error)
                 if progress.bytes_total and progress.participant_id in call.participant_ids:
                     report(steps.loaded(progress))
                 return

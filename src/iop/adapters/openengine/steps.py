@@ -101,7 +101,7 @@ def options_of(call: StepCall, *, suffix: str = "", validate_only: bool = False)
     """What every nested mutation carries: its key, and our remaining time as the engine's own deadline."""
     return MutationOptions(
         idempotency_key=nested_key(call, suffix=suffix),
-        deadline_ms=max(1, min(int(call.timeout_s * 1000), DEADLINE_MS_MAX)),
+        deadline_ms=max(1, min(int(call.answer_within_s * 1000), DEADLINE_MS_MAX)),
         validate_only=validate_only,
     )
 
@@ -372,6 +372,26 @@ def failed_by(call: StepCall, error: AdminError) -> StepResult:
                 error=told if each in guilty or not guilty & set(call.participant_ids) else None,
                 changed=not error.rolled_back,
             )
+            for each in call.participant_ids
+        )
+    )
+
+
+def failed_so_far(call: StepCall, errors: Mapping[ParticipantId, ParticipantError]) -> StepResult:
+    """A mutation that still runs, or takes back, when its step's time is up: the ranks that failed, as they were told.
+
+    Args:
+        errors: of at least one rank of the call. The other ranks are only held up with them.
+    """
+    held_up = ParticipantError(
+        code=AdminErrorCode.INTERRUPTED,
+        message=f"engine: held up by {', '.join(sorted(errors))}"[:512],
+        step=ParticipantPhase.APPLYING,
+        retryable=True,
+    )
+    return StepResult(
+        participants=tuple(
+            ParticipantOutcome(participant_id=each, error=errors.get(each, held_up))
             for each in call.participant_ids
         )
     )
