@@ -68,7 +68,8 @@ async def test_schemathesis_finds_nothing(target: str, tmp_path: Path) -> None:
             *("--max-examples", str(EXAMPLES), "--seed", "1", "--generation-deterministic", "--no-color"),
             *("--phases", phases),
             *("--checks", "all", "--exclude-checks", ",".join(unasked), "--continue-on-failure"),
-            *("--suppress-health-check", "all", "--request-timeout", "20"),
+            # How long an answer takes says something about the machine: by itself the tool allows ten seconds.
+            *("--suppress-health-check", "all", "--request-timeout", "60", "--max-response-time", "60"),
             cwd=tmp_path,
             env={**os.environ, "SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(HERE)},
             stdout=asyncio.subprocess.PIPE,
