@@ -22,8 +22,10 @@ from iop.admin.enums import (
     AdmissionPolicy,
     BusyPolicy,
     CacheKind,
+    ChangeDisposition,
     PauseMode,
     ProfilerKind,
+    ReconfigurableField,
     ResourceKind,
 )
 from iop.admin.requests import (
@@ -32,11 +34,13 @@ from iop.admin.requests import (
     PauseSpec,
     ReleaseResourcesRequest,
     ResumeRequest,
+    ServingChange,
 )
 from iop.admin.results import AdminOperation
 from iop.admin.steps import (
     ApplyWeightsStep,
     FlushStep,
+    JudgeReconfigureStep,
     PauseStep,
     ReleaseStep,
     RestoreStep,
@@ -93,6 +97,18 @@ async def test_nothing_is_told_of_ranks_that_a_given_up_step_still_changes(
     held.gate.set()
     await settled(admin)
     assert [each.reachable for each in await admin.adapter.read_back(admin.ids)] == [True, True]
+
+
+@pytest.mark.clause("AD-36", "AD-47")
+async def test_what_a_given_up_step_still_does_is_no_reason_to_reject_a_change(admin: AdminRig) -> None:
+    held = Held(admin.engine, FlushStep)
+    await given_up(admin, held, FLUSH)
+    change = ServingChange(field=ReconfigurableField.CAPACITY, value=3)
+    judged = await admin.step(JudgeReconfigureStep(changes=(change,)), operation="new")
+    held.gate.set()
+    assert {c.disposition for each in judged.participants for c in each.changes} == {
+        ChangeDisposition.APPLIED
+    }
 
 
 @pytest.mark.clause("AD-26", "AD-36")
