@@ -11,9 +11,10 @@ ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 VENV ?= $(ROOT).venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# Whole test files go to one of two workers, so that fixtures that start processes are shared within a file; the
-# longest begin first (tests/plugins/long_first.py).
-PYTEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Whole test files go to one of three workers, so that fixtures that start processes are shared within a file; the
+# longest begin first (tests/plugins/long_first.py). Half of the time of most tests is waiting: three keep two
+# processors busy.
+PYTEST_WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 ARGS ?=
 SKIP ?=
 CACHE ?=
