@@ -110,7 +110,7 @@ class Crew:
         self._phase = phase
         self._wake = asyncio.Event()
         self._scopes: dict[GroupId, asyncio.Timeout] = {}
-        self._abandoned: dict[GroupId, AdminErrorCode] = {}
+        self._abandoned: set[GroupId] = set()
         self._gone_since: dict[GroupId, float] = {}
         self._finished: list[GroupReport] = []
         self._pending: dict[GroupId, StepCall] = {}
@@ -186,7 +186,7 @@ class Crew:
         return [
             since + self._timing.lost_after_s
             for group, since in self._gone_since.items()
-            if group in self._pending and group not in self._abandoned
+            if group in self._pending
         ]
 
     def _note_connectivity(self) -> None:
@@ -209,12 +209,18 @@ class Crew:
                 self._abandon(group, AdminErrorCode.PARTICIPANT_LOST)
 
     def _abandon(self, group: GroupId, why: AdminErrorCode) -> None:
+        """Report the group at once. Its call may be long in letting go of the engine; leaving the crew waits for it."""
         if group in self._abandoned:
             return
-        self._abandoned[group] = why
+        self._abandoned.add(group)
+        call = self._pending.pop(group)
         scope = self._scopes.get(group)
-        if scope is not None:
+        if scope is None:
+            self._finished.append(self._made_up(call, why, "not sent", changed=False))
+        else:
             scope.reschedule(asyncio.get_running_loop().time())
+            self._finished.append(self._given_up(call, why))
+        self._wake.set()
 
     def _report(self, progress: StepProgress) -> None:
         self._progress[progress.participant_id] = progress
@@ -222,19 +228,21 @@ class Crew:
 
     async def _run(self, call: StepCall) -> None:
         """Run one call under its own supervisor: whatever goes wrong becomes this group's report."""
+        if call.group_id in self._abandoned:
+            return
         try:
             report = await self._execute(call)
         except Exception as exc:
             logger.exception("step.crashed operation=%s step=%d", call.operation_id, call.step)
             report = self._made_up(call, AdminErrorCode.INTERNAL, type(exc).__name__)
-        self._pending.pop(call.group_id, None)
+        if call.group_id in self._abandoned:
+            return  # reported when it was given up
+        del self._pending[call.group_id]
         self._finished.append(report)
         self._wake.set()
 
     async def _execute(self, call: StepCall) -> GroupReport:
         group = call.group_id
-        if group in self._abandoned:
-            return self._made_up(call, self._abandoned[group], "not sent", changed=False)
         try:
             async with asyncio.timeout(None) as scope:
                 self._scopes[group] = scope
@@ -246,8 +254,7 @@ class Crew:
                 finally:
                     del self._scopes[group]
         except TimeoutError:
-            why = self._abandoned.get(group, AdminErrorCode.DEADLINE_EXCEEDED)
-            return self._made_up(call, why, _WORDS.get(why, "abandoned"))
+            return self._made_up(call, AdminErrorCode.DEADLINE_EXCEEDED, "it ran out of its own time")
         except Unavailable as exc:
             return self._made_up(call, AdminErrorCode.PARTICIPANT_LOST, exc.message)
         except IopError as exc:
@@ -273,6 +280,18 @@ class Crew:
             result=result,
             errors=errors,
             after=tuple(after[p] for p in call.participant_ids),
+        )
+
+    def _given_up(self, call: StepCall, why: AdminErrorCode) -> GroupReport:
+        """Of a call that goes on for nobody. When its time is up, who held it up is named, and the others with it."""
+        silent = self._driver.silent(call.participant_ids) if why is AdminErrorCode.DEADLINE_EXCEEDED else {}
+        if not silent:
+            return self._made_up(call, why, _WORDS.get(why, "abandoned"))
+        held_up = self._error(AdminErrorCode.INTERRUPTED, f"held up by {', '.join(sorted(silent))}")
+        errors = {p: self._error(why, silent[p]) if p in silent else held_up for p in call.participant_ids}
+        outcomes = tuple(ParticipantOutcome(participant_id=p, error=error) for p, error in errors.items())
+        return GroupReport(
+            group_id=call.group_id, call=call, result=StepResult(participants=outcomes), errors=errors
         )
 
     def _error(self, code: AdminErrorCode, message: str) -> ParticipantError:

@@ -35,6 +35,9 @@ __all__ = ["Executor", "ExecutorPorts", "ExecutorTiming"]
 
 logger = logging.getLogger(__name__)
 
+READ_BEFORE_SHARE = 0.25
+"""What a phase may spend of its time on how things stood before."""
+
 
 class Executor:
     """Runs one operation. `run` ends when the operation is terminal; nothing of it runs afterwards."""
@@ -277,11 +280,11 @@ class Executor:
         """Run one phase on some groups: journal, send, collect, journal."""
         if not groups:
             return {}
-        before = await self._read_before(phase, groups)
-        numbers = await self._begin(index, phase, groups, before, fresh=fresh)
         until = self._deadline
         if self._ledger.record.moves.committed:
             until = self._ports.clock.monotonic() + self._ports.timing.rollback_timeout_s
+        before = await self._read_before(phase, groups, until)
+        numbers = await self._begin(index, phase, groups, before, fresh=fresh)
         content = await self._ports.with_content(body)
         calls = [self._runner.call(group, numbers[group.group_id], content, until) for group in groups]
         return await self._runner.run(
@@ -295,9 +298,9 @@ class Executor:
         )
 
     async def _read_before(
-        self, phase: Phase, groups: Sequence[GroupMembers]
+        self, phase: Phase, groups: Sequence[GroupMembers], until: float
     ) -> Mapping[ParticipantId, ParticipantReadBack]:
-        """What an undo has to go back to, and which processes the phase begins with.
+        """What an undo has to go back to, and which processes the phase begins with, which is over at ``until``.
 
         An engine that cannot be read back is told apart from its successor by the process that answered last; a
         server that is restarted would not know otherwise that what it left there is gone.
@@ -311,7 +314,9 @@ class Executor:
             if g.group_id not in begun and p in last and last[p].instance
         }
         if phase.undo is not None:
-            told = await self._ledger.read_groups(groups)
+            # Who does not tell how it stands must be left time to be named by the step itself (AD-31).
+            left_s = max(0.0, until - self._ports.clock.monotonic())
+            told = await self._ledger.read_groups(groups, within_s=READ_BEFORE_SHARE * left_s)
             seen.update({p: read_back for p, read_back in told.items() if read_back.reachable})
         return seen
 

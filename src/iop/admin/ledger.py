@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -142,14 +143,16 @@ class Ledger:
                 self._answered.add((record.phase_index, record.group_id))
 
     async def read_groups(
-        self, groups: Sequence[GroupMembers]
+        self, groups: Sequence[GroupMembers], *, within_s: float = math.inf
     ) -> Mapping[ParticipantId, ParticipantReadBack]:
         """Read whole groups back."""
-        return await self.read([p for g in groups for p in g.participant_ids])
+        return await self.read([p for g in groups for p in g.participant_ids], within_s=within_s)
 
-    async def read(self, ids: Sequence[ParticipantId]) -> Mapping[ParticipantId, ParticipantReadBack]:
+    async def read(
+        self, ids: Sequence[ParticipantId], *, within_s: float = math.inf
+    ) -> Mapping[ParticipantId, ParticipantReadBack]:
         """Read participants back; who does not answer in time is unreachable."""
-        timeout_s = self.ports.timing.crew.read_back_timeout_s
+        timeout_s = min(within_s, self.ports.timing.crew.read_back_timeout_s)
         seen = await read_back_all(self.ports.driver, ids, timeout_s=timeout_s)
         self.ports.last_seen.update({p: s for p, s in seen.items() if s.reachable})
         return seen

@@ -95,6 +95,13 @@ class ParticipantDriver(Protocol):
         """Ask the engines how they stand now; one answer per id. Who cannot be asked is `reachable=False`."""
         ...
 
+    def silent(self, participant_ids: Sequence[ParticipantId]) -> Mapping[ParticipantId, str]:
+        """Which of them owe an answer that has been long in coming, and what to say of each. Cheap, no waiting.
+
+        Asked when a step's time is up, so that an error names who held it up (AD-31). Empty where that is not known.
+        """
+        ...
+
     async def apply_gates(self, gates: Mapping[ParticipantId, AdmissionGate]) -> None:
         """Make outer admission so. Returns when no new inference can enter what is closed.
 

@@ -212,6 +212,15 @@ Step: TypeAlias = (
 )
 
 
+ANSWER_MARGIN_S = 2.0
+"""How much earlier than its caller's, at most, the time of who is asked is up."""
+
+
+def a_little_less(timeout_s: float) -> float:
+    """The time for whoever is asked within a bound, so that its answer is there before the bound is."""
+    return max(0.9 * timeout_s, timeout_s - ANSWER_MARGIN_S)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepCall:
     """One step for the participants of one group (AD-36).
@@ -238,11 +247,8 @@ class StepCall:
 
         A little before the caller stops waiting: an answer that names a rank tells more than silence (AD-31).
         """
-        return max(0.9 * self.timeout_s, self.timeout_s - ANSWER_MARGIN_S)
+        return a_little_less(self.timeout_s)
 
-
-ANSWER_MARGIN_S = 2.0
-"""What an answer that comes before its caller stops waiting is early by, at most."""
 
 BYTES_UNIT = "bytes"
 """The unit of progress that a participant's status keeps: how much it has loaded (AD-23)."""

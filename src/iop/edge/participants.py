@@ -246,6 +246,10 @@ class Participants:
         """All configured providers that can be operated, connected or not."""
         return frozenset(group_id(key) for key in self._groups)
 
+    def silent(self, participant_ids: Sequence[ParticipantId]) -> Mapping[ParticipantId, str]:  # noqa: ARG002
+        """Nobody: what is known of ranks is known at their Node, whose answer to the step names them."""
+        return {}
+
     def file_values(self) -> FileValues:
         """The keys of each adapter that a reconfigured value stands over (AD-47)."""
         values: dict[GroupId, Mapping[ReconfigurableField, ServingValue]] = {}

@@ -6,7 +6,6 @@ takes no inference until `apply_gates` has opened every rank's gate.
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -105,7 +104,7 @@ _ARTIFACTS_MAX: Final = 4096
 _PIECE_BYTES: Final = 64 * 1024
 
 SILENT_S: Final = 1.0
-"""A rank that owes an answer for so long when a step's time is up is what the step waited for."""
+"""A rank that has owed an answer for so long when a step's time is up is what the step waited for."""
 
 _CODES: Final[Mapping[str, AdminErrorCode]] = {
     "DRAIN_TIMEOUT": AdminErrorCode.DRAIN_TIMEOUT,
@@ -212,6 +211,15 @@ class RankDriver:
     def apply_overrides(self, overrides: FileValues) -> None:
         """Nothing: the ranks are told by steps, before the listeners open."""
 
+    def silent(self, participant_ids: Sequence[ParticipantId]) -> Mapping[ParticipantId, str]:
+        """Ranks that have not answered an order for a second or more."""
+        silent = self._engine.silent_ranks(SILENT_S)
+        return {
+            one: "it did not answer in time"
+            for rank, one in enumerate(self._ids)
+            if rank in silent and one in participant_ids
+        }
+
     async def execute(self, call: StepCall, report: ProgressSink) -> StepResult:
         """Execute one step on all ranks, or give its remembered answer again (AD-36).
 
@@ -227,10 +235,7 @@ class RankDriver:
                 raise PreconditionFailed("A newer step was already taken.", reason="STALE_STEP")
             self._last = place
         try:
-            async with asyncio.timeout(call.answer_within_s):
-                result = await self._obey(call, report)
-        except TimeoutError:
-            result = self._too_late(call)
+            result = await self._obey(call, report)
         except IopError as exc:
             result = self._failure(call, exc)
         self._remembered[key] = result
@@ -396,28 +401,6 @@ class RankDriver:
         return StepResult(
             participants=tuple(
                 ParticipantOutcome(participant_id=one, error=error, changed=touched) for one in self._ids
-            )
-        )
-
-    def _too_late(self, call: StepCall) -> StepResult:
-        """The time is up: who does not answer is named, the others only with it (AD-31)."""
-        silent = self._engine.silent_ranks(min(SILENT_S, call.answer_within_s / 2))
-        named = f"{'Rank' if len(silent) == 1 else 'Ranks'} {', '.join(map(str, sorted(silent)))}"
-        late = f"{named} did not answer in time." if silent else "The step was not done in time."
-        return StepResult(
-            participants=tuple(
-                ParticipantOutcome(
-                    participant_id=one,
-                    error=ParticipantError(
-                        code=AdminErrorCode.DEADLINE_EXCEEDED
-                        if rank in silent or not silent
-                        else AdminErrorCode.INTERRUPTED,
-                        message=late,
-                        step=_phase(call.body),
-                        retryable=True,
-                    ),
-                )
-                for rank, one in enumerate(self._ids)
             )
         )
 

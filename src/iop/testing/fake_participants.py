@@ -209,6 +209,7 @@ class FakeFleet:
         self.gates: dict[ParticipantId, AdmissionGate] = {}
         self.faults: list[Fault] = []
         self.effects: list[tuple[str, ParticipantId]] = []
+        self._hanging: list[ParticipantId] = []
         self.calls: list[StepCall] = []
         self.on_call: Callable[[StepCall], None] = lambda _call: None
         self.release_hangs = asyncio.Event()
@@ -308,6 +309,10 @@ class FakeFleet:
         """As the driver port says."""
         self.overrides = overrides
 
+    def silent(self, participant_ids: Sequence[ParticipantId]) -> Mapping[ParticipantId, str]:
+        """As the driver port says: those that hang."""
+        return {p: "it hangs" for p in participant_ids if p in self._hanging}
+
     async def apply_gates(self, gates: Mapping[ParticipantId, AdmissionGate]) -> None:
         """As the driver port says; a change takes `gate_delay_s`."""
         changes = any(self.gates.get(p) != gate for p, gate in gates.items())
@@ -385,7 +390,11 @@ class FakeFleet:
             case FaultKind.ERROR:
                 return self._error(call, rank, "it said no")
             case FaultKind.HANG:
-                await self.release_hangs.wait()
+                self._hanging.append(rank.participant_id)
+                try:
+                    await self.release_hangs.wait()
+                finally:
+                    self._hanging.remove(rank.participant_id)
                 raise Unavailable("hung", reason="HUNG")
             case FaultKind.DISCONNECT:
                 rank.connected = False

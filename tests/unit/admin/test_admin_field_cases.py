@@ -9,8 +9,16 @@ import pytest
 from admin_requests import flush, pause, release, update
 
 from iop.admin.enums import AdminErrorCode, AdminOperationState, CancelDisposition, ParticipantPhase
+from iop.admin.participant import ProgressSink
 from iop.admin.requests import MutationRequest
-from iop.admin.results import AdminOperationEvent, OperationCompleted, OperationFailed, ParticipantUpdate
+from iop.admin.results import (
+    AdminOperationEvent,
+    OperationCompleted,
+    OperationFailed,
+    ParticipantStatus,
+    ParticipantUpdate,
+)
+from iop.admin.steps import StepCall, StepResult
 from iop.core.errors import AlreadyExists, Conflict
 from iop.testing.admin_world import ADMIN, AdminWorld, run_world
 from iop.testing.fake_participants import FaultKind
@@ -97,12 +105,10 @@ def test_a_rank_that_fails_an_update_is_named_with_its_step_and_a_retry_succeeds
             events = await world.run(update("v2", deadline_ms=60_000))
             ended = events[-1].event
             assert isinstance(ended, OperationFailed)
-            assert "a/2" in ended.error.participants
-            # A step goes to a whole group: of one that never answered all of its ranks are told.
+            assert ended.error.participants == ("a/2",)
             assert errors_of(events)["a/2"] is phase
-            assert kind is FaultKind.HANG or set(errors_of(events)) == {"a/2"} == set(
-                ended.error.participants
-            )
+            # A step goes to a whole group: of one that never answered all of its ranks are told.
+            assert kind is FaultKind.HANG or set(errors_of(events)) == {"a/2"}
             assert asyncio.get_running_loop().time() - begun < 60 + 120, "nobody waits on for the rank"
             assert world.store.desired.weights["m"].version == "v1"
             labels = {rank.label for rank in world.fleet.members("a")}
@@ -117,6 +123,40 @@ def test_a_rank_that_fails_an_update_is_named_with_its_step_and_a_retry_succeeds
             await world.settle()
             assert {rank.label for rank in world.fleet.members("a")} == {"v2"}
             assert all(world.fleet.is_open(f"a/{rank}") for rank in range(4))
+
+    run_world(scenario, shape=FOUR_RANKS)
+
+
+@pytest.mark.case("P-24")
+@pytest.mark.clause("AD-23", "AD-25", "AD-31")
+def test_who_held_an_operation_up_is_told_when_its_time_is_up_however_long_it_takes_to_let_go() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        execute = world.fleet.execute
+
+        async def clings(call: StepCall, report: ProgressSink) -> StepResult:
+            try:
+                return await execute(call, report)
+            except asyncio.CancelledError:
+                await asyncio.sleep(30)
+                raise
+
+        world.fleet.execute = clings  # type: ignore[method-assign]
+        async with world.server():
+            world.fleet.arm(FaultKind.HANG, "a/2", "PauseStep")
+            begun = asyncio.get_running_loop().time()
+            operation = await world.submit(pause(deadline_ms=5000))
+            told: dict[str, tuple[AdminErrorCode, float]] = {}
+            async for each in world.core.watch(ADMIN, operation, after_sequence=0):
+                match each.event:
+                    case ParticipantUpdate(status=ParticipantStatus(participant_id=one, error=error)) if (
+                        error
+                    ):
+                        told.setdefault(one, (error.code, asyncio.get_running_loop().time() - begun))
+            assert {one: code for one, (code, _) in told.items()} == {
+                "a/2": AdminErrorCode.DEADLINE_EXCEEDED,
+                **dict.fromkeys(("a/0", "a/1", "a/3"), AdminErrorCode.INTERRUPTED),
+            }
+            assert all(5 <= at < 6 for _, at in told.values())
 
     run_world(scenario, shape=FOUR_RANKS)
 

@@ -68,6 +68,7 @@ from iop.admin.steps import (
     StepProgress,
     StepResult,
     WorkCounts,
+    a_little_less,
 )
 from iop.core.errors import IopError, PreconditionFailed
 from iop.core.ids import ParticipantId
@@ -98,10 +99,13 @@ def is_nested_key(key: str) -> bool:
 
 
 def options_of(call: StepCall, *, suffix: str = "", validate_only: bool = False) -> MutationOptions:
-    """What every nested mutation carries: its key, and our remaining time as the engine's own deadline."""
+    """What every nested mutation carries: its key, and a deadline of its own.
+
+    The engine's time is up before ours is, so that what it says of its ranks then can still be passed on (AD-31).
+    """
     return MutationOptions(
         idempotency_key=nested_key(call, suffix=suffix),
-        deadline_ms=max(1, min(int(call.answer_within_s * 1000), DEADLINE_MS_MAX)),
+        deadline_ms=max(1, min(int(a_little_less(call.answer_within_s) * 1000), DEADLINE_MS_MAX)),
         validate_only=validate_only,
     )
 
