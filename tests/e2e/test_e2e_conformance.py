@@ -79,6 +79,7 @@ def judge(parts: Parts, part: str, *hooks: str, timeout_s: float, rank: str = "S
             f"--junit={junit}",
             timeout_s=timeout_s,
         )
+    assert report.exists(), f"no report, exit code {done.returncode}: {done.stderr[-4000:]}"
     shown: dict[str, Any] = json.loads(report.read_text())
     failed = {c["id"]: c["detail"] for c in shown["checks"] if c["outcome"] == "FAIL"}
     assert not failed
