@@ -356,7 +356,10 @@ class HttpInference(Inference):
         return "\r\n".join([*head, "", ""]).encode() + payload
 
     async def _read(self, reader: asyncio.StreamReader, generation: Generation, begun: asyncio.Event) -> None:
-        status = int((await reader.readline()).split()[1])
+        words = (await reader.readline()).split()
+        if len(words) < 2:
+            raise EOFError  # whoever was killed before it answered says nothing
+        status = int(words[1])
         is_chunked = False
         while (line := await reader.readline()).strip():
             is_chunked = is_chunked or line.lower().replace(b" ", b"") == b"transfer-encoding:chunked\r\n"
