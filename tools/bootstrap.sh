@@ -49,8 +49,22 @@ if ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/
     "$python" -m venv "$venv"
 fi
 
+# Pip says nothing when it is quiet, and too much when it is not: a line for every twenty packages, and all it said if it
+# fails.
+install_locked() {
+    local log=$venv/setup.log
+    "$venv/bin/python" -m pip install --progress-bar off --require-hashes -r "$lock" 2>&1 | tee "$log" | awk '
+        /^(Collecting|Processing|Requirement already satisfied)/ && ++found % 20 == 0 { print "setup: " found " packages" }
+        /^Installing collected packages/ { print "setup: unpacking " found " packages" }
+        { fflush() }' >&2 || {
+        cat "$log" >&2
+        say "that failed; what pip said stands above and in $log"
+        exit 1
+    }
+}
+
 say "installing what ${lock} pins"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-"$venv/bin/python" -m pip install --quiet --require-hashes -r "$lock"
+install_locked
 # No build isolation: the build tool is pinned in the lock like all else.
 "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable .

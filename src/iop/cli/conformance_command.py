@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from iop.cli.admin_options import read_pem
-from iop.cli.output import data, exit_with
+from iop.cli.output import data, exit_with, print_rows
 from iop.cli.targets import find_endpoint
 from iop.core.errors import InvalidRequest
 
@@ -113,7 +114,7 @@ def conformance(
     from rich.console import Console
 
     from iop.conformance.checks import all_checks
-    from iop.conformance.report import as_json, as_junit, print_table, row_of
+    from iop.conformance.report import COLUMNS, as_json, as_junit, cells, print_table, row_of, summary
 
     checks = _chosen(all_checks(), only or ())
     if list_checks:
@@ -137,7 +138,11 @@ def conformance(
             on_result=lambda result: progress.print(row_of(result)),
         )
     )
-    print_table(report, Console(soft_wrap=True, highlight=False))
+    if sys.stdout.isatty():
+        print_table(report, Console(highlight=False))
+    else:
+        print_rows(COLUMNS, cells(report), empty="no checks")
+        data.print(summary(report))
     if junit is not None:
         _write(junit, as_junit(report))
     if json_file is not None:

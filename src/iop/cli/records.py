@@ -108,7 +108,8 @@ def describe(result: OperationResult | None) -> list[str]:
             f"to end it: iop admin resume --epoch {result.pause_epoch}",
         ]
     if isinstance(result, ResumeResult):
-        return [f"resumed: epoch {result.pause_epoch} has ended; {result.resumed} kept requests go on"]
+        kept = f"; {result.resumed} kept requests go on" if result.resumed else ""
+        return [f"resumed: epoch {result.pause_epoch} has ended{kept}"]
     if isinstance(result, FlushCachesResult):
         return [
             f"{cache.participant_id}: {cache.kind.name.lower()} {cache.outcome.name.lower()}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from xml.etree import ElementTree
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from iop.conformance.model import CheckResult, Outcome, Report
 
-__all__ = ["as_json", "as_junit", "print_table", "row_of"]
+__all__ = ["COLUMNS", "as_json", "as_junit", "cells", "print_table", "row_of", "summary"]
 
 _STYLES: Final[Mapping[Outcome, str]] = {
     Outcome.PASS: "green",
@@ -23,6 +23,8 @@ _STYLES: Final[Mapping[Outcome, str]] = {
 
 VERSION: Final = 1
 
+COLUMNS: Final = ("outcome", "check", "clauses", "what it means, or what was seen")
+
 
 def row_of(result: CheckResult) -> str:
     """One line for a terminal, marked up."""
@@ -31,20 +33,22 @@ def row_of(result: CheckResult) -> str:
     return f"[{style}]{result.outcome.value:<8}[/] {result.check_id:<34} {escape(result.meaning)}{detail}"
 
 
-def print_table(report: Report, console: Console) -> None:
-    """Every check by outcome, then the sum."""
-    table = Table(title=f"OpenEngineAdmin conformance of {report.target}", title_justify="left")
-    table.add_column("outcome", no_wrap=True)
-    table.add_column("check", no_wrap=True)
-    table.add_column("clauses")
-    table.add_column("what it means, or what was seen", overflow="fold")
+def cells(report: Report) -> Iterator[tuple[str, str, str, str]]:
+    """Every check, by :data:`COLUMNS`, in plain text; a line each."""
     for result in report.results:
-        said = escape(
-            result.meaning if result.outcome is Outcome.PASS else f"{result.meaning}: {result.detail}"
-        )
-        style = _STYLES[result.outcome]
-        clauses = " ".join(result.clauses)
-        table.add_row(f"[{style}]{result.outcome.value}[/]", result.check_id, clauses, said)
+        said = result.meaning if result.outcome is Outcome.PASS else f"{result.meaning}: {result.detail}"
+        yield result.outcome.value, result.check_id, " ".join(result.clauses), " ".join(said.split())
+
+
+def print_table(report: Report, console: Console) -> None:
+    """Every check by outcome, then the sum; for a terminal."""
+    table = Table(title=f"OpenEngineAdmin conformance of {report.target}", title_justify="left")
+    for column in COLUMNS[:2]:
+        table.add_column(column, no_wrap=True)
+    for column in COLUMNS[2:]:
+        table.add_column(column, overflow="fold")
+    for result, (outcome, *told) in zip(report.results, cells(report), strict=True):
+        table.add_row(f"[{_STYLES[result.outcome]}]{outcome}[/]", *map(escape, told))
     console.print(table)
     console.print(summary(report))
 

@@ -144,6 +144,16 @@ async def test_a_rank_that_failed_is_named_when_the_time_is_up_before_its_engine
     await settled(admin)
 
 
+@pytest.mark.case("P-24")
+@pytest.mark.clause("AD-31")
+async def test_ranks_that_failed_have_their_own_words_when_the_engine_is_done(admin: AdminRig) -> None:
+    for rank in admin.ids:
+        admin.engine.world.fleet.arm(FaultKind.ERROR, rank, "PauseStep")
+    result = await admin.step(pause())
+    told = [each.error.message for each in result.participants if each.error is not None]
+    assert told == ["engine: it said no", "engine: it said no"], "and not the engine's sum of both"
+
+
 @pytest.mark.clause("AD-37", "AD-39", "AD-41")
 @pytest.mark.parametrize("left", PauseMode)
 @pytest.mark.parametrize("wanted", PauseMode)

@@ -16,7 +16,7 @@ from iop.conformance.hooks import CommandHooks, HookName, HookPhase, NoHooks
 from iop.conformance.messages import pb
 from iop.conformance.model import Check, CheckFailed, CheckNotRun, CheckResult, Outcome, Report, check
 from iop.conformance.offer import Offer
-from iop.conformance.report import as_json, as_junit, print_table
+from iop.conformance.report import as_json, as_junit, cells, print_table
 from iop.conformance.wire import METHODS, MUTATIONS, Answer, with_unknown
 
 
@@ -81,6 +81,10 @@ def test_reports_carry_every_row_and_survive_what_a_server_says() -> None:
     text = console.export_text()
     assert "not conformant" in text
     assert "<that>" in text
+    lines = list(cells(run))
+    assert [outcome for outcome, *_ in lines] == ["PASS", "FAIL", "SKIP", "NOT RUN"]
+    assert "<that>" in lines[1][3]
+    assert not any("\n" in text for line in lines for text in line), "a line each, so that it can be piped"
 
 
 def profile() -> object:

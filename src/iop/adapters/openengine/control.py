@@ -214,7 +214,7 @@ class OpenEngineControl:
                 raise
             result = steps.failed_so_far(call, failed)
         except OperationFailedError as exc:
-            result = steps.failed_by(call, exc.error)
+            result = steps.failed_by(call, exc.error, failed)
         except (Unauthenticated, PermissionDenied) as exc:
             return steps.refused(call, exc)
         except (Unavailable, Unsupported):
@@ -474,7 +474,7 @@ class OpenEngineControl:
             error = AdminError(
                 code=AdminErrorCode.SOURCE_UNAVAILABLE, message="; ".join(blockers), rolled_back=True
             )
-            return steps.failed_by(call, error)
+            return steps.failed_by(call, error, {})
         return _untouched(call)
 
     async def _undo_weights(

@@ -357,23 +357,30 @@ def _flushed(outcome: ParticipantOutcome, result: FlushCachesResult) -> Particip
     return replace(outcome, caches=mine, error=error)
 
 
-def failed_by(call: StepCall, error: AdminError) -> StepResult:
+def failed_by(
+    call: StepCall, error: AdminError, failed: Mapping[ParticipantId, ParticipantError]
+) -> StepResult:
     """A failed mutation: who failed has its error; the rest is as the engine left it.
 
     A flush that was refused, and whatever the engine proved to be rolled back, changed nothing.
+
+    Args:
+        failed: what the engine told of its ranks on the way, which says more of each than the operation's error.
     """
     guilty = set(error.participants) or set(call.participant_ids)
     told = ParticipantError(
-        code=error.code,
-        message=f"engine: {error.message}"[:512],
-        step=ParticipantPhase.APPLYING,
-        retryable=error.retryable,
+        code=error.code, message=error.message, step=ParticipantPhase.APPLYING, retryable=error.retryable
     )
+
+    def of(each: ParticipantId) -> ParticipantError:
+        mine = failed.get(each, told)
+        return replace(mine, message=f"engine: {mine.message}"[:512])
+
     return StepResult(
         participants=tuple(
             ParticipantOutcome(
                 participant_id=each,
-                error=told if each in guilty or not guilty & set(call.participant_ids) else None,
+                error=of(each) if each in guilty or not guilty & set(call.participant_ids) else None,
                 changed=not error.rolled_back,
             )
             for each in call.participant_ids
