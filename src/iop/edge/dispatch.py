@@ -211,7 +211,7 @@ class Dispatcher:
                     on_wait = None
                 answer = await self._promised(handle)
             if isinstance(answer, Refusal):
-                raise handle.rejected(self._reject(record, error_of_refusal(answer, request.model)))
+                raise handle.rejected(self._reject(record, _why(handle, answer)))
             if isinstance(answer, Lease):
                 try:
                     if self._open(handle, answer):
@@ -507,11 +507,14 @@ class Dispatcher:
         self.repeats_total += 1
         self._continue(handle, self._acquire_again(handle, tried))
 
-    def seek_otherwise(self, handle: DispatchHandle, attempt: Attempt) -> bool:
+    def seek_otherwise(self, handle: DispatchHandle, attempt: Attempt, error: IopError) -> bool:
         """Bar the way of an attempt that could not be told the request; whether somebody else is there (SF-10)."""
         now = self._loop.time()
         return self._bar(
-            handle, attempt.lease, lambda wanted: self.pools.may_be_told(wanted, attempt.lease, now=now)
+            handle,
+            attempt.lease,
+            error,
+            lambda wanted: self.pools.may_be_told(wanted, attempt.lease, now=now),
         )
 
     # ---- inner ----
@@ -548,12 +551,14 @@ class Dispatcher:
         Raises:
             IopError: ``error``, if none of them is there.
         """
-        if not self._bar(handle, lease, self.pools.has_live):
+        if not self._bar(handle, lease, error, self.pools.has_live):
             handle.settle_unserved(Outcome.REJECTED, error.reason)
             raise error
         return self.pools.acquire_again(handle.demand, now=self._loop.time())
 
-    def _bar(self, handle: DispatchHandle, lease: Lease, is_there: Callable[[Demand], bool]) -> bool:
+    def _bar(
+        self, handle: DispatchHandle, lease: Lease, error: IopError, is_there: Callable[[Demand], bool]
+    ) -> bool:
         """Leave out who is asked like the provider of this lease; False, and all as it was, if nobody else is there."""
         demand = handle.demand
         wanted = replace(
@@ -564,6 +569,8 @@ class Dispatcher:
         if self.is_closing or not is_there(wanted):
             return False
         handle.demand = wanted
+        # Not the error itself, whose traceback knows the frames of whoever raised it.
+        handle.unsaid = type(error)(error.message, reason=error.reason, details=error.details)
         if handle.record.candidates:
             handle.record.candidates = tuple(self.pools.explain(wanted, now=self._loop.time()))
         return True
@@ -664,7 +671,7 @@ class Dispatcher:
                 handle.waits_as(answer)
                 self.rearm()
             case Refusal():
-                handle.fail_waiting(error_of_refusal(answer, handle.request.model))
+                handle.fail_waiting(_why(handle, answer))
             case Lease():
                 try:
                     is_open = self._open(handle, answer)
@@ -741,3 +748,14 @@ class Dispatcher:
         self.refusals[error.reason] += 1
         self.outcomes.settle(record, Outcome.REJECTED, reason=error.reason, now=self._loop.time())
         return error
+
+
+def _why(handle: DispatchHandle, refusal: Refusal) -> IopError:
+    """What the caller of a refused request is told.
+
+    Who left the pool while a request waited for it may have been the last one that could be told it: what the others
+    lack is a field then, not the operation (SF-10).
+    """
+    if refusal.reason is RefusalReason.OPERATION_NOT_SUPPORTED and handle.unsaid is not None:
+        return handle.unsaid
+    return error_of_refusal(refusal, handle.request.model)

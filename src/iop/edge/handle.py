@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import Enum, unique
 from typing import Final, Protocol
 
-from iop.core.errors import IopError, LocalProtocolError
+from iop.core.errors import InvalidRequest, IopError, LocalProtocolError
 from iop.core.ids import RunId
 from iop.edge.attempt import Attempt
 from iop.edge.calls import (
@@ -124,7 +124,7 @@ class Shell(Protocol):
         """Find another lease for a repeated request."""
         ...
 
-    def seek_otherwise(self, handle: DispatchHandle, attempt: Attempt) -> bool:
+    def seek_otherwise(self, handle: DispatchHandle, attempt: Attempt, error: IopError) -> bool:
         """Whether somebody is there who can be told what this attempt could not."""
         ...
 
@@ -162,6 +162,7 @@ class DispatchHandle:
         "record",
         "request",
         "trace",
+        "unsaid",
         "version_begun",
     )
 
@@ -186,6 +187,8 @@ class DispatchHandle:
         self._version_told = ""
         self.trace: RequestTrace | None = None
         """Its spans, where they are recorded."""
+        self.unsaid: IopError | None = None
+        """What was in the way of telling a provider the request, where another one is sought since (SF-10)."""
         self.attempts = 0
         self._tried: frozenset[ProviderKey] = frozenset()
         self._waiter: WaiterId | None = None
@@ -305,7 +308,10 @@ class DispatchHandle:
                 shell.hold_back(attempt.lease.key)
             if self.may_try_again and (
                 may_repeat(error, has_started=attempt.is_started, is_handed_over=True)
-                or (is_unsaid(error, has_started=attempt.is_started) and shell.seek_otherwise(self, attempt))
+                or (
+                    is_unsaid(error, has_started=attempt.is_started)
+                    and shell.seek_otherwise(self, attempt, InvalidRequest(error.message, reason=error.code))
+                )
             ):
                 shell.give_back(attempt, verdict)
                 self.try_again(attempt.lease.key)

@@ -93,6 +93,23 @@ def test_a_rank_that_nobody_has_is_refused_with_those_there_are(pools: Pools) ->
     assert pools.ranks_of(FAST) == {0, 1, 2, 3}
 
 
+def test_only_ranks_of_who_offers_the_operation_are_named(pools: Pools) -> None:
+    """A rank that an embedding engine of the pool has is none that a generation could be sent to."""
+    specs = {
+        "n1/left": adapter_spec("left", capacity=1, route=Route.RUN),
+        "n1/right": adapter_spec("right", capacity=1, operations=frozenset({"embeddings"}), long_capacity=1),
+    }
+    pools.apply_snapshot(snapshot_of(specs, {"fast": list(specs)}, revision=2), now=1.0)
+    tell(pools, 1.0, left={0, 1}, right={2, 3})
+    refused = [pools.acquire(demand(rank), now=1.0) for rank in (2, 3)]
+    assert [(each.reason, each.details) for each in refused if isinstance(each, Refusal)] == [
+        (RefusalReason.TARGET_RANK_NOT_SERVED, {"ranks": "0-1"})
+    ] * 2
+    is_long = pools.acquire(demand(2, is_long=True), now=1.0)
+    assert isinstance(is_long, Refusal)
+    assert is_long.reason is RefusalReason.LONG_CONTEXT_NOT_SUPPORTED
+
+
 def test_a_waiter_is_refused_once_nobody_has_its_rank_any_more(pools: Pools) -> None:
     lease_of(pools.acquire(demand(2), now=0.0))
     waiting = waiter_of(pools.acquire(demand(3), now=0.0))

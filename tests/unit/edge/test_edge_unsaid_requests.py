@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from iop.core.errors import InvalidRequest
-from iop.edge.calls import CannotBeSaidError, Outcome, Route, RunCall
+from iop.core.ids import NodeId, ProviderId
+from iop.edge.calls import CannotBeSaidError, Outcome, ProviderKey, Route, RunCall
 from iop.edge.snapshot import DispatchLimits
 from iop.testing.edge_fleet import (
     FakeEdgeConnection,
@@ -30,6 +33,17 @@ async def fleet(make_edge, *specs, limits=None):
     adapters = {f"n{number}/main": spec for number, spec in enumerate(specs, 1)}
     edge = await make_edge(snapshot_of(adapters, {"fast": list(adapters)}, limits=limits))
     return edge, [FakeEdgeConnection(edge.nodes, name.partition("/")[0]).connect() for name in adapters]
+
+
+def name_of(edge, node):
+    return edge.pools.name_of(ProviderKey(node=NodeId(node), provider=ProviderId("main")))
+
+
+async def outcome_of(dispatched):
+    try:
+        return await dispatched
+    except InvalidRequest as error:
+        return error
 
 
 def to_both(run_sink, tunnel_sink):
@@ -118,3 +132,38 @@ async def test_every_way_is_tried_once_and_the_last_refusal_is_told(make_edge):
     told = edge.status.explain("r1")
     assert (told["outcome"], told["reason"], len(edge.pools.leases)) == ("rejected", "UNSUPPORTED_FIELD", 0)
     assert {each["why"] for each in told["candidates"][:3]} == {"cannot be told a field of this request"}
+
+
+@pytest.mark.clause("SF-10", "EN-114")
+@pytest.mark.parametrize("is_told_by_run", [False, True])
+async def test_who_waited_for_one_that_left_the_pool_hears_what_was_in_the_way(make_edge, is_told_by_run):
+    """Not that the pool lacks the operation, which it offers."""
+    chats = adapter_spec("main", capacity=90, operations=frozenset({"chat_completions"}))
+    first, second = (
+        (RUN, replace(TUNNEL, capacity=1)) if is_told_by_run else (chats, replace(RUN, capacity=1))
+    )
+    edge, nodes = await fleet(make_edge, first, second)
+    operation = "chat_completions" if is_told_by_run else "messages"
+    other = RecordingRunSink(), RecordingSink()
+    busy = structs.replace(request_of("fast", operation=operation), preferred_provider=name_of(edge, "n2"))
+    await edge.dispatcher.dispatch(busy, to_both(*other))
+    run_sink = RecordingRunSink()
+
+    def prepare(target):
+        if target.route is Route.RUN and is_told_by_run:
+            return RunCall(input=b"{}", sink=run_sink)
+        raise CannotBeSaidError(InvalidRequest("not `seed`", reason="UNSUPPORTED_FIELD"))
+
+    async with asyncio.TaskGroup() as tasks:
+        dispatched = edge.dispatcher.dispatch(request_of("fast", operation=operation), prepare)
+        asked = tasks.create_task(outcome_of(dispatched))
+        await asyncio.sleep(0)
+        if is_told_by_run:
+            nodes[0].streams[0].fail(INVALID, before_start=True)
+        assert edge.pools.waiting == 1
+        edge.apply_snapshot(snapshot_of({"n1/main": first}, {"fast": ["n1/main"]}, revision=2))
+    told = asked.result()
+    if is_told_by_run:
+        assert run_sink.events[-1].error.code == INVALID
+    else:
+        assert (type(told), told.reason) == (InvalidRequest, "UNSUPPORTED_FIELD")

@@ -603,10 +603,12 @@ class Pools:
         members = [provider for _, provider in self._members[model.id] if provider.is_enabled]
         if not members or any(provider.serves(key) for provider in members):
             return None
-        if key.at is not None and not any(key.at.rank in p.ranks_of(model.id) for p in members):
-            ranks = write_ranks(self.ranks_of(model.id))
-            return Refusal(reason=RefusalReason.TARGET_RANK_NOT_SERVED, details={"ranks": ranks})
-        if key.is_long and any(provider.serves(key._replace(is_long=False)) for provider in members):
+        if key.at is not None:
+            able = [p for p in members if p.serves(key._replace(at=None))]
+            if able:
+                ranks = write_ranks(frozenset().union(*(p.ranks_of(model.id) for p in able)))
+                return Refusal(reason=RefusalReason.TARGET_RANK_NOT_SERVED, details={"ranks": ranks})
+        if key.is_long and any(provider.serves(key._replace(is_long=False, at=None)) for provider in members):
             return Refusal(reason=RefusalReason.LONG_CONTEXT_NOT_SUPPORTED)
         offered = sorted({operation for provider in members for operation in provider.offered})
         return Refusal(reason=RefusalReason.OPERATION_NOT_SUPPORTED, details={"offered": ", ".join(offered)})
