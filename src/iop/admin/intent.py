@@ -53,9 +53,9 @@ from iop.admin.requests import (
     WeightSource,
 )
 from iop.admin.steps import profile_id_of
-from iop.admin.targets import Selection, public_models, select, select_ids
+from iop.admin.targets import Selection, is_of_untold_group, public_models, select, select_ids
 from iop.core.errors import NotFound, PreconditionFailed
-from iop.core.ids import GroupId, OperationId
+from iop.core.ids import GroupId, OperationId, ParticipantId
 
 __all__ = ["Intent", "OperationFacts", "intent_of", "operation_facts", "rereadable"]
 
@@ -71,6 +71,7 @@ class Intent:
         model: public id, of an update.
         weights: the published weights concerned, where known.
         is_irreversible: what is replaced or discarded could not be put back.
+        released_away: whom a resume would let go on although it is away and holds resources back.
     """
 
     principal: str
@@ -84,6 +85,7 @@ class Intent:
     weights: WeightRecord | None = None
     must_hold: bool = False
     is_irreversible: bool = False
+    released_away: tuple[ParticipantId, ...] = ()
 
     @property
     def previous_version(self) -> str:
@@ -143,7 +145,13 @@ def intent_of(
             if pause is None:
                 return Intent(principal=name, selection=None)
             covered = [p.participant_id for p in participants if pause.covers(p)]
-            return Intent(principal=name, selection=select_ids(covered, participants), pause=pause)
+            selection = select_ids(covered, participants)
+            return Intent(
+                principal=name,
+                selection=selection,
+                pause=pause,
+                released_away=_released_away(pause, selection, desired, participants),
+            )
         case RestoreResourcesRequest():
             release = desired.releases.get(request.resource_epoch)
             if release is None:
@@ -166,6 +174,26 @@ def _selecting(principal: str, target: Target, participants: Sequence[Participan
         return Intent(principal=principal, selection=select(target, participants))
     except NotFound as unknown:
         return Intent(principal=principal, selection=None, not_found=unknown)
+
+
+def _released_away(
+    pause: PauseRecord, selection: Selection, desired: Desired, participants: Sequence[ParticipantInfo]
+) -> tuple[ParticipantId, ...]:
+    """Participants of a pause that are away while something of theirs is released under it (AD-42).
+
+    The pause ends for them too: they would come back to serve without what they had released.
+    """
+    away = set(selection.skipped)
+    held = {p for release in desired.releases.values() for p in release.remaining}
+    return tuple(
+        sorted(
+            p
+            for p in held
+            if p in away
+            or any(p.startswith(f"{group}/") for group in away)
+            or (p in pause.participant_ids and is_of_untold_group(p, participants))
+        )
+    )
 
 
 def _weights_of(selection: Selection | None, desired: Desired) -> WeightRecord | None:

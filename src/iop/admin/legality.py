@@ -76,6 +76,12 @@ def state_refusals(
     chosen = intent.selection.chosen
     yield from _table_refusals(request, chosen, desired)
     match request:
+        case ResumeRequest() if intent.released_away:
+            yield PreconditionFailed(
+                f"resources are released and their participants are away: {', '.join(intent.released_away)}",
+                reason=Legality.RESOURCES_RELEASED.value,
+                details={"participants": ",".join(intent.released_away)},
+            )
         case PauseRequest(pause=pause):
             try:
                 claim_pause(pause, chosen, principal=principal.name, desired=desired)

@@ -17,6 +17,7 @@ __all__ = [
     "by_group",
     "check_participants",
     "group_members",
+    "is_of_untold_group",
     "public_models",
     "select",
     "select_ids",
@@ -121,7 +122,7 @@ def _whole_groups(selected: Iterable[ParticipantInfo], everybody: Sequence[Parti
 def _named(names: Iterable[str], participants: Sequence[ParticipantInfo]) -> Selection:
     known = {p.participant_id: p for p in participants}
     ids = [ParticipantId(name) for name in names]
-    away = [name for name in ids if name not in known and _is_of_untold_group(name, participants)]
+    away = [name for name in ids if name not in known and is_of_untold_group(name, participants)]
     unknown = sorted(p for p in ids if p not in known and p not in away)
     if unknown:
         raise NotFound(
@@ -144,7 +145,7 @@ def _named(names: Iterable[str], participants: Sequence[ParticipantInfo]) -> Sel
     return Selection(chosen=tuple(chosen), offline=tuple(offline), split=tuple(split))
 
 
-def _is_of_untold_group(name: str, participants: Sequence[ParticipantInfo]) -> bool:
+def is_of_untold_group(name: str, participants: Sequence[ParticipantInfo]) -> bool:
     """Whether a name may be a member of a group whose members nobody has told yet: it stands under its own id."""
     return any(
         not p.connected and str(p.participant_id) == p.group_id and name.startswith(f"{p.group_id}/")
