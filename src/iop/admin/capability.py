@@ -27,8 +27,17 @@ from iop.admin.requests import (
 )
 from iop.core.errors import IopError, PreconditionFailed, Unsupported
 
-__all__ = ["cancellable_kinds", "capability_refusals", "source_kind", "union_of"]
+__all__ = [
+    "LIMIT_EXCEEDED",
+    "cancellable_kinds",
+    "capability_refusals",
+    "limit_refusals",
+    "source_kind",
+    "union_of",
+]
 
+
+LIMIT_EXCEEDED: Final = "LIMIT_EXCEEDED"
 
 HINTS_MAX: Final = 4
 HINT_CHARS_MAX: Final = 400
@@ -55,7 +64,6 @@ def capability_refusals(request: MutationRequest, chosen: Sequence[ParticipantIn
 
     Yields:
         Unsupported: UNSUPPORTED_BY_PARTICIPANT, naming the wish and who does not offer it.
-        PreconditionFailed: LIMIT_EXCEEDED for a reconfigured value above what a participant allows.
     """
     kind = kind_of(request)
     yield from _told_how(
@@ -175,9 +183,22 @@ def _update(request: UpdateWeightsRequest, chosen: Sequence[ParticipantInfo]) ->
 def _reconfigure(request: ReconfigureServingRequest, chosen: Sequence[ParticipantInfo]) -> Iterator[IopError]:
     for change in request.changes:
         yield from _offered(f"field {change.field.name}", chosen, _has("reconfigurable_fields", change.field))
+        if change.field is ReconfigurableField.ROLE:
+            yield from _offered(f"role {change.value}", chosen, _has("roles", change.value))
+
+
+def limit_refusals(request: MutationRequest, chosen: Sequence[ParticipantInfo]) -> Iterator[IopError]:
+    """Reconfigured values above what a participant advertises as its most.
+
+    They come after the judgements of the participants, which tell of every field and not of these alone (AD-47).
+
+    Yields:
+        PreconditionFailed: LIMIT_EXCEEDED, with the limit.
+    """
+    if not isinstance(request, ReconfigureServingRequest):
+        return
+    for change in request.changes:
         match change.field:
-            case ReconfigurableField.ROLE:
-                yield from _offered(f"role {change.value}", chosen, _has("roles", change.value))
             case ReconfigurableField.CAPACITY | ReconfigurableField.LONG_CONTEXT_CAPACITY:
                 yield from _within(change.field, change.value, chosen, lambda c: c.capacity_max)
             case ReconfigurableField.DATA_PARALLEL_SIZE:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from iop.admin import planner
 from iop.admin.audit_trail import AuditTrail
-from iop.admin.capability import cancellable_kinds
+from iop.admin.capability import LIMIT_EXCEEDED, cancellable_kinds
 from iop.admin.crew import CrewTiming, read_back_all
 from iop.admin.desired import Desired, OverrideRecord
 from iop.admin.enums import AdminOperationKind, CancelDisposition
@@ -55,7 +55,7 @@ from iop.admin.results import (
     OperationResult,
 )
 from iop.admin.shape import check_shape
-from iop.admin.spool import referenced_blobs, spool, with_content
+from iop.admin.spool import check_digests, referenced_blobs, spool, with_content
 from iop.core.clock import Clock
 from iop.core.errors import (
     Conflict,
@@ -408,6 +408,7 @@ class AdminCore:
 
     async def _plan(self, call: MutationCall) -> OperationPlan:
         self._require_ready()
+        check_digests(call.request)
         inp = await self._judged(self._plan_input(call, self._new_id()))
         plan = planner.explain(inp, await self._journal.snapshot())
         if not self.is_serving:
@@ -421,7 +422,8 @@ class AdminCore:
         if kind_of(inp.request) is not AdminOperationKind.RECONFIGURE_SERVING:
             return inp
         snapshot = await self._journal.snapshot()
-        if any(True for _ in planner.refusals(inp, snapshot)):
+        # A limit is judged with all the other fields: its refusal lists every judgement.
+        if any(r.reason != LIMIT_EXCEEDED for r in planner.refusals(inp, snapshot)):
             return inp
         # Not later than what acceptance will allot, or the judgement would fence off the operation's own steps.
         ordinal = snapshot.desired.next_ordinal(now_us=inp.now_unix_nanos // 1000)

@@ -22,6 +22,7 @@ from iop.admin.enums import BusyPolicy, CacheKind, ResourceKind, WeightRetention
 from iop.admin.epochs import claim_pause
 from iop.admin.permissions import Principal
 from iop.admin.phases import (
+    CacheFlush,
     UpdateFacts,
     flush_phases,
     pause_phases,
@@ -53,7 +54,7 @@ from iop.admin.requests import (
     WeightSource,
 )
 from iop.admin.steps import profile_id_of
-from iop.admin.targets import Selection, is_of_untold_group, public_models, select, select_ids
+from iop.admin.targets import Selection, by_group, is_of_untold_group, public_models, select, select_ids
 from iop.core.errors import NotFound, PreconditionFailed
 from iop.core.ids import GroupId, OperationId, ParticipantId
 
@@ -349,18 +350,33 @@ _CACHE_OF_WEIGHTS = tuple(CacheKind)
 _POLITE_LAST = (BusyPolicy.PREEMPT, BusyPolicy.WAIT, BusyPolicy.FAIL)
 
 
+def _flushes(chosen: Sequence[ParticipantInfo], groups: tuple[GroupMembers, ...]) -> tuple[CacheFlush, ...]:
+    """Everything that each group caches, also what others do not; equal ones together (AD-34)."""
+    found: dict[tuple[tuple[CacheKind, ...], BusyPolicy], list[int]] = {}
+    members = by_group(chosen)
+    for index, group in enumerate(groups):
+        offered = [p.capabilities for p in members[group.group_id]]
+        kinds = tuple(k for k in _CACHE_OF_WEIGHTS if all(k in c.cache_kinds for c in offered))
+        policies = [b for b in _POLITE_LAST if all(b in c.busy_policies for c in offered)]
+        if kinds:
+            found.setdefault((kinds, policies[0] if policies else BusyPolicy.FAIL), []).append(index)
+    return tuple(
+        CacheFlush(
+            groups=None if len(indices) == len(groups) else tuple(indices), kinds=kinds, busy_policy=policy
+        )
+        for (kinds, policy), indices in found.items()
+    )
+
+
 def _update_facts(intent: Intent, groups: tuple[GroupMembers, ...], desired: Desired) -> UpdateFacts:
     assert intent.selection is not None
     chosen = intent.selection.chosen
-    kinds = [k for k in _CACHE_OF_WEIGHTS if all(k in p.capabilities.cache_kinds for p in chosen)]
-    policies = [b for b in _POLITE_LAST if all(b in p.capabilities.busy_policies for p in chosen)]
     released = any(ResourceKind.WEIGHTS in released_kinds(desired, p.participant_id) for p in chosen)
     return UpdateFacts(
         previous_version=intent.previous_version,
         previous_source=intent.previous_source,
         must_hold=intent.must_hold,
         is_released=released,
-        cache_kinds=tuple(kinds),
-        busy_policy=policies[0] if policies else BusyPolicy.FAIL,
+        flushes=_flushes(chosen, groups),
         wake=_wakeable(chosen, groups, desired),
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import assert_never
 
 from iop.admin.desired import Desired
+from iop.admin.enums import AdminErrorCode, CacheKind, CacheOutcome
 from iop.admin.records import OperationRecord, StepRecord
 from iop.admin.requests import (
     FlushCachesRequest,
@@ -19,6 +20,7 @@ from iop.admin.requests import (
     UpdateWeightsRequest,
 )
 from iop.admin.results import (
+    CacheResult,
     FlushCachesResult,
     OperationResult,
     PauseResult,
@@ -39,8 +41,9 @@ from iop.admin.steps import (
     Step,
     WorkCounts,
 )
+from iop.core.ids import ParticipantId
 
-__all__ = ["answered", "outcomes_of", "result_of", "work_of"]
+__all__ = ["answered", "caches_told", "outcomes_of", "result_of", "work_of"]
 
 
 def answered(steps: Iterable[StepRecord]) -> tuple[StepRecord, ...]:
@@ -60,6 +63,42 @@ def outcomes_of(
         body = record.spec.phases[step.phase_index].body
         if step.result is not None and (not kinds or isinstance(body, kinds)):
             yield from step.result.participants
+
+
+def caches_told(record: OperationRecord, steps: Iterable[StepRecord]) -> FlushCachesResult | None:
+    """What became of every cache that a flush which failed was to empty; None for other kinds (AD-40).
+
+    A cache of which nobody said anything, or whose word was not borne out, is UNKNOWN.
+    """
+    request = record.spec.request
+    if not isinstance(request, FlushCachesRequest):
+        return None
+    told = {o.participant_id: o for o in outcomes_of(record, steps)}
+    return FlushCachesResult(
+        caches=tuple(
+            _cache_told(participant, kind, told.get(participant))
+            for participant in record.spec.participant_ids
+            for kind in request.kinds
+        )
+    )
+
+
+def _cache_told(
+    participant: ParticipantId, kind: CacheKind, outcome: ParticipantOutcome | None
+) -> CacheResult:
+    found = next((c for c in outcome.caches if c.kind is kind), None) if outcome is not None else None
+    error = outcome.error if outcome is not None else None
+    if found is not None and (error is None or found.outcome is not CacheOutcome.CLEARED):
+        return found
+    # One kind that was refused fails the whole answer; the others are as it told.
+    if found is not None and error is not None and error.code is AdminErrorCode.REFUSED_BUSY:
+        return found
+    return CacheResult(
+        participant_id=participant,
+        kind=kind,
+        outcome=CacheOutcome.UNKNOWN,
+        detail=error.message if error is not None else "it gave no answer",
+    )
 
 
 def work_of(record: OperationRecord, steps: Iterable[StepRecord], kind: type[Step]) -> WorkCounts:

@@ -38,6 +38,7 @@ from iop.admin.steps import (
 )
 
 __all__ = [
+    "CacheFlush",
     "UpdateFacts",
     "flush_phases",
     "pause_phases",
@@ -134,6 +135,15 @@ def restore_phases(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFlush:
+    """What is emptied on some groups: engines of several kinds have several caches."""
+
+    groups: Groups
+    kinds: tuple[CacheKind, ...]
+    busy_policy: BusyPolicy
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFacts:
     """What an update needs to know about the fleet, fixed at acceptance.
 
@@ -142,7 +152,7 @@ class UpdateFacts:
         previous_source: where it can be read again, None when it must be held.
         must_hold: keep the old weights until commit.
         is_released: the weights are released now, so the update also restores them.
-        cache_kinds: caches that hold something computed under the old weights.
+        flushes: caches that hold something computed under the old weights.
         wake: groups that nothing else keeps paused.
     """
 
@@ -150,8 +160,7 @@ class UpdateFacts:
     previous_source: WeightSource | None
     must_hold: bool
     is_released: bool
-    cache_kinds: tuple[CacheKind, ...]
-    busy_policy: BusyPolicy
+    flushes: tuple[CacheFlush, ...]
     wake: Groups
 
 
@@ -209,16 +218,18 @@ def update_phases(request: UpdateWeightsRequest, facts: UpdateFacts) -> tuple[Ph
             commits=True,
         ),
     ]
-    if request.cache_policy is CachePolicy.FLUSH and facts.cache_kinds:
-        phases.append(
+    if request.cache_policy is CachePolicy.FLUSH:
+        phases += [
             Phase(
                 doing=_P.COMMITTED,
                 done=_P.COMMITTED,
                 action="empty caches of the old weights",
-                body=FlushStep(kinds=facts.cache_kinds, busy_policy=facts.busy_policy),
+                body=FlushStep(kinds=flush.kinds, busy_policy=flush.busy_policy),
                 goal=Goal.CACHES_CLEARED,
+                groups=flush.groups,
             )
-        )
+            for flush in facts.flushes
+        ]
     if request.quiesce is not None and (facts.wake is None or facts.wake):
         phases.append(dataclasses.replace(_resume(facts.wake), doing=_P.COMMITTED, done=_P.COMMITTED))
     return tuple(phases)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from iop.admin.capability import capability_refusals
+from iop.admin.capability import capability_refusals, limit_refusals
 from iop.admin.desired import Desired, PauseRecord, ReleaseRecord, with_item, without_item
 from iop.admin.enums import AdminOperationState, CancelDisposition
 from iop.admin.intent import Intent, intent_of, operation_facts
@@ -86,11 +86,13 @@ def refusals(inp: PlanInput, snapshot: Snapshot) -> Iterator[IopError]:
         yield refusal
     yield from epoch_refusals(inp.request, intent, snapshot.desired)
     yield from state_refusals(inp.request, inp.principal, intent, snapshot.desired)
-    yield from inp.blockers
+    yield from inp.blockers or limit_refusals(inp.request, chosen)
     yield from conflict_refusals(
         inp.request, inp.principal, intent, snapshot, ended_profiles=inp.ended_profiles
     )
-    if len(snapshot.running) >= inp.limits.max_concurrent_operations:
+    # What it supersedes ends in the same transaction (AD-18).
+    others = len(snapshot.running) - len(superseded_by(inp.request, inp.principal, intent, snapshot))
+    if others >= inp.limits.max_concurrent_operations:
         yield Overloaded(
             f"at most {inp.limits.max_concurrent_operations} operations at once",
             reason="TOO_MANY_OPERATIONS",

@@ -118,7 +118,7 @@ class CacheResult:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FlushCachesResult:
-    """Result of FlushCaches; every outcome is CLEARED."""
+    """Result of FlushCaches: all CLEARED when it completed; one that failed tells which were not (AD-40)."""
 
     caches: tuple[CacheResult, ...]
 

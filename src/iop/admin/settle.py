@@ -24,7 +24,7 @@ from iop.admin.enums import (
     ResourceKind,
 )
 from iop.admin.journal import Advance, Snapshot
-from iop.admin.outcome import outcomes_of, result_of, work_of
+from iop.admin.outcome import caches_told, outcomes_of, result_of, work_of
 from iop.admin.overrides import FileValues, overridden
 from iop.admin.records import OperationRecord, StepRecord
 from iop.admin.requests import (
@@ -340,6 +340,7 @@ def ended_badly(
         revision_after=desired.revision,
         error=error if not is_cancelled or has_left else None,
         failure=None,
+        result=caches_told(record, steps),
     )
     ended = (
         OperationCancelled(

@@ -7,6 +7,7 @@ import hashlib
 
 from iop.admin.journal import Journal, Snapshot
 from iop.admin.requests import (
+    InlineTensor,
     InlineTensorSource,
     MutationRequest,
     UpdateWeightsRequest,
@@ -21,7 +22,18 @@ from iop.admin.steps import (
 )
 from iop.core.errors import Internal, InvalidRequest
 
-__all__ = ["referenced_blobs", "spool", "with_content"]
+__all__ = ["check_digests", "referenced_blobs", "spool", "with_content"]
+
+
+def check_digests(request: MutationRequest) -> None:
+    """Compare the digests that a caller gave of its tensors with their bytes.
+
+    Raises:
+        InvalidRequest: SOURCE_MISMATCH, one is not that of its bytes.
+    """
+    if isinstance(request, UpdateWeightsRequest) and isinstance(request.source, InlineTensorSource):
+        for tensor in request.source.tensors:
+            _digest_of(tensor)
 
 
 async def spool(journal: Journal, request: MutationRequest) -> MutationRequest:
@@ -35,16 +47,21 @@ async def spool(journal: Journal, request: MutationRequest) -> MutationRequest:
         return request
     tensors = []
     for tensor in request.source.tensors:
-        digest = hashlib.sha256(tensor.data).digest()
-        if tensor.sha256 and tensor.sha256 != digest:
-            raise InvalidRequest(
-                f"inline_tensors: the bytes of {tensor.spec.name!r} do not have the given sha256",
-                reason="SOURCE_MISMATCH",
-                details={"tensor": tensor.spec.name},
-            )
+        digest = _digest_of(tensor)
         await journal.put_blob(digest, tensor.data)
         tensors.append(dataclasses.replace(tensor, data=b"", sha256=digest))
     return dataclasses.replace(request, source=InlineTensorSource(tensors=tuple(tensors)))
+
+
+def _digest_of(tensor: InlineTensor) -> bytes:
+    digest = hashlib.sha256(tensor.data).digest()
+    if tensor.sha256 and tensor.sha256 != digest:
+        raise InvalidRequest(
+            f"inline_tensors: the bytes of {tensor.spec.name!r} do not have the given sha256",
+            reason="SOURCE_MISMATCH",
+            details={"tensor": tensor.spec.name},
+        )
+    return digest
 
 
 async def with_content(journal: Journal, body: Step) -> Step:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
-from admin_requests import ABORT, DRAIN, A, B, pause, release, resume
+import dataclasses
 
-from iop.admin.enums import ResourceKind
-from iop.admin.results import OperationCompleted
-from iop.core.errors import PreconditionFailed
-from iop.testing.admin_world import AdminWorld, run_world
+import pytest
+from admin_requests import ABORT, A, B, flush, options, pause, reconfigure, release, resume, update
+
+from iop.admin.enums import (
+    BusyPolicy,
+    CacheKind,
+    CacheOutcome,
+    ReconfigurableField,
+    ResourceKind,
+    TensorDtype,
+)
+from iop.admin.profile import AdminLimits
+from iop.admin.requests import (
+    InlineTensor,
+    InlineTensorSource,
+    ParticipantTargets,
+    ReconfigureServingRequest,
+    ServingChange,
+    TensorSpec,
+)
+from iop.admin.results import FlushCachesResult, OperationCompleted, OperationFailed, OperationPlan
+from iop.core.errors import InvalidRequest, Overloaded, PreconditionFailed
+from iop.testing.admin_world import ADMIN, AdminWorld, run_world
+from iop.testing.fake_participants import ALL_CAPABILITIES, FaultKind
 
 
 @pytest.mark.clause("AD-42", "AD-48")
@@ -39,5 +58,127 @@ def test_a_pause_cannot_end_while_somebody_who_is_away_has_released_memory_under
             for rank in world.fleet.members("b"):
                 del world.fleet.ranks[rank.participant_id]
             assert isinstance((await world.run(resume(1, "again")))[-1].event, OperationCompleted)
+
+    run_world(scenario)
+
+
+@pytest.mark.clause("AD-18")
+def test_a_harder_pause_takes_the_place_of_the_one_that_it_ends_also_where_no_other_is_free() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            world.fleet.arm(FaultKind.HANG, "a/0", "PauseStep")
+            await world.submit(pause("p1"))
+            with pytest.raises(PreconditionFailed):
+                await world.run(flush("f", target=A))
+            assert isinstance((await world.run(pause("p2", ABORT)))[-1].event, OperationCompleted)
+            world.fleet.arm(FaultKind.HANG, "a/0", "FlushStep")
+            await world.submit(flush("f1", target=A))
+            with pytest.raises(Overloaded):
+                await world.run(pause("p3", ABORT, B))
+
+    run_world(scenario, limits=AdminLimits(max_concurrent_operations=1))
+
+
+@pytest.mark.clause("AD-34")
+def test_an_update_empties_what_each_engine_caches_also_what_the_others_do_not() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        plain = dataclasses.replace(
+            ALL_CAPABILITIES,
+            cache_kinds=frozenset({CacheKind.PREFIX}),
+            busy_policies=frozenset({BusyPolicy.FAIL}),
+        )
+        bare = dataclasses.replace(ALL_CAPABILITIES, cache_kinds=frozenset(), busy_policies=frozenset())
+        for capabilities, group in ((plain, "b"), (bare, "c")):
+            for rank in world.fleet.members(group):
+                rank.capabilities = capabilities
+        async with world.server():
+            assert isinstance((await world.run(update("v1")))[-1].event, OperationCompleted)
+            assert all(r.cached == dict.fromkeys(CacheKind, 0) for r in world.fleet.members("a"))
+            assert all(r.cached[CacheKind.PREFIX] == 0 for r in world.fleet.members("b"))
+            assert {
+                call.group_id for call in world.fleet.calls if call.body.__class__.__name__ == "FlushStep"
+            } == {
+                "a",
+                "b",
+            }
+
+    run_world(scenario, shape={"a": 2, "b": 1, "c": 1})
+
+
+@pytest.mark.clause("AD-40", "AD-23")
+def test_a_flush_that_failed_tells_of_every_cache_what_became_of_it() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            world.fleet.arm(FaultKind.ERROR, "b/0", "FlushStep")
+            events = await world.run(flush())
+            assert isinstance(events[-1].event, OperationFailed)
+            operation = await world.core.get(ADMIN, events[0].operation_id)
+            assert isinstance(operation.result, FlushCachesResult)
+            told = {(c.participant_id, c.kind): (c.outcome, c.detail) for c in operation.result.caches}
+            assert told == {
+                ("a/0", CacheKind.PREFIX): (CacheOutcome.CLEARED, ""),
+                ("a/1", CacheKind.PREFIX): (CacheOutcome.CLEARED, ""),
+                ("b/0", CacheKind.PREFIX): (CacheOutcome.UNKNOWN, "it said no"),
+                ("b/1", CacheKind.PREFIX): (CacheOutcome.CLEARED, ""),
+            }
+            # Who says cleared and still holds something, while it stands still, is not believed.
+            await world.run(pause())
+            world.fleet.ranks["a/0"].cached[CacheKind.PREFIX] = 3  # type: ignore[index]
+            world.fleet.arm(FaultKind.LIE, "a/0", "FlushStep")
+            lied = await world.run(flush("lied"))
+            operation = await world.core.get(ADMIN, lied[0].operation_id)
+            assert isinstance(operation.result, FlushCachesResult)
+            assert [c.outcome for c in operation.result.caches].count(CacheOutcome.UNKNOWN) == 1
+
+    run_world(scenario)
+
+
+@pytest.mark.clause("AD-105", "AD-17")
+def test_a_dry_run_compares_the_digests_of_tensors_as_the_real_one_does() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        tensor = InlineTensor(
+            spec=TensorSpec(name="w", dtype=TensorDtype.FLOAT32, shape=(1,)), data=b"1234", sha256=b"?" * 32
+        )
+        async with world.server():
+            for dry in (True, False):
+                request = update("v1", source=InlineTensorSource(tensors=(tensor,)), validate_only=dry)
+                with pytest.raises(InvalidRequest) as refusal:
+                    await world.run(request)
+                assert refusal.value.reason == "SOURCE_MISMATCH"
+            assert not world.store.blobs
+
+    run_world(scenario)
+
+
+@pytest.mark.clause("AD-47")
+def test_a_value_over_the_limit_is_refused_with_the_judgements_of_all_fields() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        for rank in world.fleet.ranks.values():
+            rank.capabilities = dataclasses.replace(ALL_CAPABILITIES, capacity_max=12)
+        request = ReconfigureServingRequest(
+            options=options("k"),
+            target=ParticipantTargets(participant_ids=("a/0", "a/1")),
+            changes=(
+                ServingChange(field=ReconfigurableField.CAPACITY, value=13),
+                ServingChange(field=ReconfigurableField.ENABLED, value=False),
+            ),
+        )
+        async with world.server():
+            with pytest.raises(PreconditionFailed) as refusal:
+                await world.run(request)
+            assert refusal.value.reason == "CHANGE_REJECTED"
+            assert refusal.value.details == {
+                "a/0/CAPACITY": "REJECTED 13 is bad luck",
+                "a/0/ENABLED": "APPLIED",
+                "a/1/CAPACITY": "REJECTED 13 is bad luck",
+                "a/1/ENABLED": "APPLIED",
+            }
+            # Engines that do not judge it themselves are kept from it all the same.
+            with pytest.raises(PreconditionFailed) as refusal:
+                await world.run(reconfigure(14))
+            assert refusal.value.reason == "LIMIT_EXCEEDED"
+            (planned,) = await world.run(reconfigure(14, validate_only=True))
+            assert isinstance(planned.event, OperationPlan)
+            assert {b.split(":")[0] for b in planned.event.blockers} == {"LIMIT_EXCEEDED"}
 
     run_world(scenario)
