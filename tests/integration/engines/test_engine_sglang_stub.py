@@ -248,6 +248,8 @@ async def test_memory_is_released_only_at_rest() -> None:
 @pytest.mark.clause("AD-43", "AD-44")
 async def test_nothing_is_released_or_restored_twice(tmp_path: Path) -> None:
     engine = Sglang()
+    served = checkpoint_at(tmp_path / "served")
+    engine.path = engine.content = served.path
     async with in_front_of(engine) as adapter:
         await do(adapter, pause(PauseMode.DRAIN))
         assert_all_ok(await do(adapter, release(*KV)))
@@ -257,17 +259,30 @@ async def test_nothing_is_released_or_restored_twice(tmp_path: Path) -> None:
             await do(adapter, ResumeStep())
         with pytest.raises(PreconditionFailed):
             await do(adapter, RestoreStep(kinds=ALL))
-        restore = RestoreStep(kinds=ALL, weight_source=checkpoint_at(tmp_path / "b"))
+        restore = RestoreStep(kinds=ALL, weight_source=served)
         engine.forget()
         assert_all_ok(await do(adapter, restore))
         assert engine.posts() == [
             "/resume_memory_occupation",
             "/update_weights_from_disk",
+            "/weights_checker",
             "/resume_memory_occupation",
             "/resume_memory_occupation",
         ]
         assert_all_ok(await do(adapter, restore))
         assert_all_ok(await do(adapter, ResumeStep()))
+
+
+@pytest.mark.clause("AD-37", "AD-44")
+async def test_discarded_weights_that_come_back_otherwise_are_no_restore(tmp_path: Path) -> None:
+    engine = Sglang()
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.DRAIN))
+        assert_all_ok(await do(adapter, release(ResourceKind.WEIGHTS)))
+        other = RestoreStep(kinds=(ResourceKind.WEIGHTS,), weight_source=checkpoint_at(tmp_path / "b"))
+        (outcome,) = (await do(adapter, other)).participants
+        assert outcome.error is not None
+        assert outcome.error.code is AdminErrorCode.VERIFICATION_FAILED
 
 
 @pytest.mark.clause("AD-35", "AD-37")

@@ -395,7 +395,28 @@ async def test_discarded_weights_are_loaded_before_the_engine_wakes(tmp_path: Pa
         engine.forget()
         source = DiskSource(path=str(tmp_path), format=WeightFormat.SAFETENSORS)
         assert_all_ok(await do(adapter, RestoreStep(kinds=BOTH, weight_source=source)))
-        assert engine.posts() == ["/wake_up", "/collective_rpc", "/wake_up", "/wake_up", "/pause"]
+        assert engine.posts() == [
+            "/wake_up",
+            "/collective_rpc",
+            "/weight_checker",
+            "/wake_up",
+            "/wake_up",
+            "/pause",
+        ]
+
+
+@pytest.mark.clause("AD-37", "AD-44")
+async def test_discarded_weights_that_come_back_otherwise_are_no_restore(tmp_path: Path) -> None:
+    engine = VllmReplay(sleep_mode=True)
+    async with in_front_of(engine) as adapter:
+        await do(adapter, pause(PauseMode.ABORT))
+        assert_all_ok(await do(adapter, release(*BOTH, retention=WeightRetention.DISCARD)))
+        engine.routes["POST /weight_checker"] = Answer.of({"checksums": {"rank0/head": "another"}})
+        source = DiskSource(path=str(tmp_path), format=WeightFormat.SAFETENSORS)
+        (outcome,) = (await do(adapter, RestoreStep(kinds=BOTH, weight_source=source))).participants
+        assert outcome.error is not None
+        assert outcome.error.code is AdminErrorCode.VERIFICATION_FAILED
+        assert engine.posts()[-1] == "/weight_checker", "it goes on sleeping"
 
 
 # ---- weights ----

@@ -184,6 +184,7 @@ class SglangControl(NativeControl):
         self._mode: PauseMode | None = None
         self._frozen = 0
         self._released: frozenset[ResourceKind] | None = None
+        self._discarded = ""  # checksum of the weights that were thrown away, as far as it was told
         self._retention: WeightRetention | None = None
         self._staged = StagedWeights(services.environment, settings.endpoint)
         self._swap = WeightSwap(self._http, self._staged)
@@ -414,6 +415,8 @@ class SglangControl(NativeControl):
             raise PreconditionFailed(
                 "only a paused engine without requests releases memory", reason="NOT_IDLE"
             )
+        if ResourceKind.WEIGHTS in wanted and step.weight_retention is WeightRetention.DISCARD:
+            self._discarded = await self._swap.checksum()
         before = await self._device_memory()
         await self._tell("/release_memory_occupation", {"tags": _tags(wanted)}, timeout_s=call.timeout_s)
         self._released |= wanted
@@ -442,6 +445,8 @@ class SglangControl(NativeControl):
             await self._tell("/resume_memory_occupation", {"tags": _tags({kind})}, timeout_s=call.timeout_s)
             if kind is ResourceKind.WEIGHTS and must_load and isinstance(step.weight_source, DiskSource):
                 await self._swap.load_from(step.weight_source.path, timeout_s=call.timeout_s)
+                if self._discarded and await self._swap.checksum() != self._discarded:
+                    raise not_verified("the weights were loaded again, but their checksum is another one")
         return succeeded(changed=bool(wanted), weight_version=self.weight_version())
 
     # ---- weights and profiles ----

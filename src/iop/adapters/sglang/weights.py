@@ -214,13 +214,23 @@ class WeightSwap:
         return succeeded()
 
     async def _checksum(self) -> str:
+        told, words = await self._told_checksum()
+        if not told:
+            raise not_verified(f"the engine does not tell the checksum of its weights: {words}")
+        return told
+
+    async def checksum(self) -> str:
+        """Of the weights in place; empty when the engine does not tell it."""
+        told, _ = await self._told_checksum()
+        return told
+
+    async def _told_checksum(self) -> tuple[str, str]:
         answer = await self._http.post(
             "/weights_checker", {"action": "checksum"}, timeout_s=CHECKSUM_TIMEOUT_S
         )
         told = answer.read(_Checked) if answer.is_ok else None
-        if told is None or not told.success or not told.per_engine_checksum:
-            raise not_verified(f"the engine does not tell the checksum of its weights: {answer.words}")
-        return told.per_engine_checksum
+        is_told = told is not None and told.success
+        return (told.per_engine_checksum or "") if told is not None and is_told else "", answer.words
 
 
 def _handles(weights: SharedWeights) -> Mapping[str, object]:

@@ -129,6 +129,7 @@ class VllmControl(NativeControl):
         self._is_paused = False
         self._sleep = ""
         self._label = ""
+        self._discarded = b""  # digest of the weights that were thrown away, as far as it was told
         self._mode: PauseMode | None = None
         self._frozen = 0
         self._released: frozenset[ResourceKind] | None = None
@@ -368,7 +369,10 @@ class VllmControl(NativeControl):
             )
         before = await self._device_memory()
         if ResourceKind.WEIGHTS in wanted:
-            level = "2" if step.weight_retention is WeightRetention.DISCARD else "1"
+            discards = step.weight_retention is WeightRetention.DISCARD
+            has_checksums = discards and "/weight_checker" in self._paths
+            self._discarded = await self._swap.digest() if has_checksums else b""
+            level = "2" if discards else "1"
             mode = "keep" if self._mode is PauseMode.KEEP else "abort"
             await self._tell("/sleep", query={"level": level, "mode": mode}, timeout_s=call.timeout_s)
             if ResourceKind.KV_CACHE not in step.kinds:
@@ -397,6 +401,8 @@ class VllmControl(NativeControl):
             await self._tell("/wake_up", query={"tags": "weights"}, timeout_s=call.timeout_s)
             if was_discarded and isinstance(step.weight_source, DiskSource):
                 await self._swap.reload(step.weight_source.path, timeout_s=call.timeout_s)
+                if self._discarded and await self._swap.digest() != self._discarded:
+                    raise not_verified("the weights were loaded again, but their checksum is another one")
         if ResourceKind.KV_CACHE in wanted:
             await self._tell("/wake_up", query={"tags": "kv_cache"}, timeout_s=call.timeout_s)
         left = held - wanted

@@ -106,7 +106,7 @@ class WeightSwap:
                 # Again: the path may have gone since, and the engine would not survive that.
                 source = await self._staged.on_disk(source, self._path, call.operation_id)
                 checked = await self._checked(source)
-                digest = await self._digest() if has_checksums else b""
+                digest = await self.digest() if has_checksums else b""
                 if not self._is_changed or self._operation != call.operation_id:
                     self._before = (self._read_from, digest)
                 self._operation, self._is_changed = call.operation_id, True
@@ -160,7 +160,7 @@ class WeightSwap:
         return await asyncio.to_thread(checkpoint.read_layout, Path(self._path)) if self._path else {}
 
     async def _verify(self, *, has_checksums: bool, can_probe: bool) -> StepResult:
-        digest = await self._digest() if has_checksums else b""
+        digest = await self.digest() if has_checksums else b""
         if can_probe:
             await self._probe()
         if not digest and not can_probe:
@@ -182,7 +182,7 @@ class WeightSwap:
         if not path:
             raise PreconditionFailed("the previous weights cannot be read again", reason="IRREVERSIBLE")
         await self.reload(path, timeout_s=call.timeout_s)
-        if has_checksums and digest and await self._digest() != digest:
+        if has_checksums and digest and await self.digest() != digest:
             raise StepFailed(
                 "the previous weights were loaded, but their checksum is another one",
                 code=AdminErrorCode.ROLLBACK_FAILED,
@@ -190,7 +190,7 @@ class WeightSwap:
         self._is_changed = False
         return succeeded()
 
-    async def _digest(self) -> bytes:
+    async def digest(self) -> bytes:
         """One digest over the checksums of all tensors on all ranks; empty when they tell nothing."""
         answer = await self._http.post(
             "/weight_checker", {"action": "checksum"}, timeout_s=CHECKSUM_TIMEOUT_S
