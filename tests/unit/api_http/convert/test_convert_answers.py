@@ -315,3 +315,19 @@ def test_half_a_character_in_the_arguments_of_a_call_makes_no_text_of_the_object
     choice = {"index": 0, "message": {"tool_calls": [told]}, "finish_reason": "tool_calls"}
     whole = json.loads(converter("messages").whole(json.dumps({"choices": [choice]}).encode()))
     assert whole["content"][0]["input"] == {"a": "\ud83d"}
+
+
+@pytest.mark.clause("SF-06", "SF-10")
+@pytest.mark.parametrize("target", sorted(WRITERS))
+def test_arguments_nested_too_deeply_to_be_written_are_a_broken_answer(target: str) -> None:
+    """As an object, which some engines send instead of a text; the decoder takes a little more than the encoder."""
+    depth = 1000
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    asked = '{"id":"c","index":0,"function":{"name":"f","arguments":' + arguments + "}}"
+    told = '{"choices":[{"index":0,"finish_reason":"tool_calls","%s":{"tool_calls":[' + asked + "]}}]}"
+    with pytest.raises(BrokenAnswerError):
+        converter(target).whole((told % "message").encode())
+    stream = b"data: %b\n\n" % (told % "delta").encode()
+    out = run(target, stream)
+    assert b"could not be read" in out
+    assert b"[DONE]" not in out

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from iop.api.http.convert.answers import AnswerConverter
+from iop.api.http.convert.events import Text
 from iop.api.http.convert.plan import plan_request
-from iop.api.http.convert.readers import ChatReader
+from iop.api.http.convert.readers import SCORES_HELD_MAX, ChatReader
 from iop.api.http.convert.responses_reader import ResponsesReader
 from iop.api.http.convert.responses_writer import ResponsesWriter
 from iop.api.http.convert.sse_parser import SseEvent, SseParser
@@ -182,3 +183,47 @@ def test_scores_of_a_call_alone_make_no_text() -> None:
         to_responses(), sse(chunk(None, A, tool_calls=[call]), chunk(None, finish="tool_calls")), 10_000
     )
     assert [item["type"] for item in got[-1]["response"]["output"]] == ["function_call"]
+
+
+def test_scores_of_reasoning_and_of_calls_are_none_of_the_text() -> None:
+    """Engines tell those of every token; a response has a place for those of the text alone."""
+    call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}}
+    stream = sse(
+        chunk(None, score("hm"), reasoning_content="hm"),
+        chunk(None, score("</think>")),
+        chunk("a", A),
+        chunk("bc", B, C),
+        chunk(None, score("{}"), tool_calls=[call]),
+        chunk(None, score("<eos>"), finish="tool_calls"),
+    )
+    message = {"reasoning_content": "hm", "content": "abc", "tool_calls": [call]}
+    told = [score("hm"), score("</think>"), A, B, C, score("{}"), score("<eos>")]
+    choice = {"index": 0, "message": message, "logprobs": {"content": told}, "finish_reason": "tool_calls"}
+    whole = json.loads(to_responses().whole(json.dumps({"choices": [choice]}).encode()))
+    streamed = played(to_responses(), stream, 10_000)[-1]["response"]
+    for output in (whole["output"], streamed["output"]):
+        assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+        assert bare(output[1]["content"][0]["logprobs"]) == WANTED
+
+
+def test_scores_that_do_not_meet_the_text_beside_reasoning_are_all_told() -> None:
+    message = {"reasoning_content": "hm", "content": "abcd"}
+    choice = {"index": 0, "message": message, "logprobs": {"content": [A, B, C]}, "finish_reason": "stop"}
+    whole = json.loads(to_responses().whole(json.dumps({"choices": [choice]}).encode()))
+    assert bare(whole["output"][1]["content"][0]["logprobs"]) == WANTED
+
+
+def test_scores_without_end_and_without_text_are_not_held() -> None:
+    reader = ChatReader(id_base="r")
+    for _ in range(50):
+        reader.feed(chunk(None, *[A] * 100))
+    (text, _) = reader.feed(chunk("a", A, finish="stop"))
+    assert isinstance(text, Text)
+    assert len(text.scores) == SCORES_HELD_MAX + 1
+
+
+def test_a_stream_to_a_chat_keeps_no_scores_that_it_has_told() -> None:
+    writer = ChatWriter(TERMS)
+    converter = AnswerConverter(ResponsesReader(), writer)
+    assert len(played(converter, sse(delta("a", A), delta("b", B)), 10_000)) == 4
+    assert [block.scores for block in writer.blocks.all] == [[]]

@@ -91,7 +91,7 @@ class AnswerConverter:
         Raises:
             BrokenAnswerError: it is not an answer.
         """
-        return json_text(self._writer.whole(self._read_whole(body)))
+        return self._written(self._read_whole(body))
 
     def streamed(self, body: bytes) -> bytes:
         """A whole answer as a stream, for a provider that ignores ``stream``.
@@ -117,7 +117,7 @@ class AnswerConverter:
         _check(events)
         if not self._reader.is_finished:
             raise BrokenAnswerError(cut_failure())
-        return json_text(self._writer.whole(events))
+        return self._written(events)
 
     # ---- inside ----
 
@@ -130,7 +130,10 @@ class AnswerConverter:
             raise BrokenAnswerError(_garbled())
         if _LONG_NUMBER.search(body):
             value = _exact(body) or value
-        events = self._reader.whole(value)
+        try:
+            events = self._reader.whole(value)
+        except RecursionError:
+            raise BrokenAnswerError(_garbled()) from None
         _check(events)
         if not self._reader.is_finished:
             raise BrokenAnswerError(cut_failure())
@@ -146,7 +149,16 @@ class AnswerConverter:
         value = _object(item.data)
         if value is None:
             return [_garbled()]
-        return self._reader.feed(value)
+        try:
+            return self._reader.feed(value)
+        except RecursionError:  # arguments as an object that is nested deeper than they can be written
+            return [_garbled()]
+
+    def _written(self, events: Iterable[Event]) -> bytes:
+        try:
+            return json_text(self._writer.whole(events))
+        except RecursionError:
+            raise BrokenAnswerError(_garbled()) from None
 
     def _write(self, events: Iterable[Event]) -> bytes:
         out: list[bytes] = []

@@ -17,7 +17,7 @@ from iop.api.http.convert.events import (
     ToolArguments,
     ToolBegin,
 )
-from iop.api.http.convert.scores import Score, read_scores
+from iop.api.http.convert.scores import Score, read_scores, scores_within
 from iop.api.http.json_text import json_text
 from iop.api.http.sse import ABORTED
 
@@ -25,6 +25,10 @@ __all__ = ["ChatReader", "MessagesReader", "Reader", "failure_of"]
 
 TEXT_CHARS_MAX: Final = 2000
 """Longest message of a provider's error that is passed on in another dialect."""
+
+
+SCORES_HELD_MAX: Final = 1024
+"""Most scores that wait for the text of their tokens: pieces of one character, or of what an engine holds back."""
 
 
 class Reader(Protocol):
@@ -74,7 +78,16 @@ class _Call:
 class ChatReader:
     """Reads chat completions. Only the first choice counts: no other dialect can ask for more."""
 
-    __slots__ = ("_by_index", "_calls", "_has_begun", "_has_given_up", "_id_base", "_scores", "is_finished")
+    __slots__ = (
+        "_by_index",
+        "_calls",
+        "_has_begun",
+        "_has_given_up",
+        "_id_base",
+        "_is_aside",
+        "_scores",
+        "is_finished",
+    )
 
     def __init__(self, *, id_base: str) -> None:
         """``id_base`` makes ids for calls that come without one."""
@@ -83,8 +96,10 @@ class ChatReader:
         self._calls = 0
         self._has_begun = False
         self._has_given_up = False
-        self._scores: tuple[Score, ...] = ()
+        self._scores: list[Score] = []
         """Of tokens whose text has not come yet."""
+        self._is_aside = False
+        """Whether reasoning or a call came last: scores without a text are theirs, of which no other dialect tells."""
         self.is_finished = False
 
     def feed(self, value: Mapping[str, Any]) -> list[Event]:
@@ -113,16 +128,17 @@ class ChatReader:
 
     def end(self) -> list[Event]:
         """Calls that never got a name: empty ones were none, others are told as they are; and scores that are left."""
-        events: list[Event] = [Text(text="", scores=self._scores)] if self._scores else []
-        self._scores = ()
+        events: list[Event] = [Text(text="", scores=tuple(self._scores))] if self._scores else []
+        self._scores = []
         for call in self._by_index.values():
             if not call.is_begun and any(call.held):
                 self._begin(call, "", events)
         return events
 
     def _choice(self, choice: Mapping[str, Any], events: list[Event]) -> None:
-        if isinstance(told := choice.get("logprobs"), dict):
-            self._scores += read_scores(told.get("content"))
+        told = choice.get("logprobs")
+        scores = read_scores(told.get("content")) if isinstance(told, dict) else ()
+        text = ""
         delta = choice.get("delta") or choice.get("message")
         if isinstance(delta, dict):
             # Some engines say both names in every chunk, with the same text.
@@ -130,14 +146,19 @@ class ChatReader:
             if thought:
                 events.append(Reasoning(text=thought))
             if text := _content(delta.get("content")):
-                events.append(Text(text=text, scores=self._scores))
-                self._scores = ()
+                if scores and (thought or delta.get("tool_calls")):
+                    scores = scores_within(scores, text, after=thought)
+                events.append(Text(text=text, scores=(*self._scores, *scores)))
+                self._scores = []
+            self._is_aside = bool(delta.get("tool_calls") or (not text and (thought or self._is_aside)))
             if refusal := as_str(delta.get("refusal")):
                 events.append(Text(text=refusal, is_refusal=True))
             calls = delta.get("tool_calls")
             for number, part in enumerate(calls if isinstance(calls, list) else ()):
                 if isinstance(part, dict):
                     self._call(part, number, events)
+        if scores and not text and not self._is_aside:
+            self._scores += scores[: SCORES_HELD_MAX - len(self._scores)]
         reason = choice.get("finish_reason")
         if reason == ABORTED:
             self._has_given_up = True  # what follows is no success, and neither is its end (SF-14)

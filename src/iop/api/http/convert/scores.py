@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
-__all__ = ["RESPONSES_INCLUDE", "Score", "chat_scores", "read_scores", "response_scores"]
+__all__ = ["RESPONSES_INCLUDE", "Score", "chat_scores", "read_scores", "response_scores", "scores_within"]
 
 Score: TypeAlias = Mapping[str, Any]
 """One token as its provider told it: ``token``, ``logprob``, and perhaps ``bytes`` and ``top_logprobs``."""
@@ -19,6 +21,21 @@ def read_scores(value: Any) -> tuple[Score, ...]:
     if not isinstance(value, list):
         return ()
     return tuple(each for each in value if isinstance(each, dict) and _is_score(each))
+
+
+def scores_within(scores: tuple[Score, ...], text: str, *, after: str) -> tuple[Score, ...]:
+    """Those of the tokens that make up ``text``, of an answer with reasoning, which it stands ``after``, or calls.
+
+    All of them, where tokens and text do not meet: better some too many than some lost.
+    """
+    starts = [0, *accumulate(len(score["token"]) for score in scores)]
+    joined = "".join(score["token"] for score in scores)
+    before = joined.find(after)
+    start = joined.find(text, max(before, 0) + (len(after) if before >= 0 else 0))
+    first, last = bisect_left(starts, start), bisect_left(starts, start + len(text))
+    if start < 0 or starts[first] != start or starts[last] != start + len(text):
+        return scores
+    return scores[first:last]
 
 
 def chat_scores(scores: Iterable[Score]) -> dict[str, Any] | None:

@@ -224,6 +224,7 @@ class ChatWriter(Gathering):
                 if self.terms.has_both_names and block.kind is BlockKind.REASONING:
                     delta["reasoning"] = step.text
                 out.append(self._chunk(delta, scores=step.scores))
+                block.scores.clear()  # nothing later tells them again, and they are many times their text
         return out
 
     def _chunk(
