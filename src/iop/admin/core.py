@@ -7,6 +7,7 @@ about an administration call happens here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -55,7 +56,7 @@ from iop.admin.results import (
     OperationResult,
 )
 from iop.admin.shape import check_shape
-from iop.admin.spool import check_digests, referenced_blobs, spool, with_content
+from iop.admin.spool import check_digests, is_spooled, referenced_blobs, spool, with_content
 from iop.core.clock import Clock
 from iop.core.errors import (
     Conflict,
@@ -157,6 +158,7 @@ class AdminCore:
         self._store_ok = False
         self._audit = AuditTrail(journal, clock)
         self._gate_lock = asyncio.Lock()
+        self._spool_lock = asyncio.Lock()
         self._reconciler = Reconciler(
             journal,
             driver,
@@ -290,10 +292,11 @@ class AdminCore:
             await asyncio.sleep(self._timing.expiry_period_s)
             before = self._clock.unix_nanos() - retention_ms * 1_000_000
             try:
-                snapshot = await self._journal.snapshot()
-                count = await self._journal.expire(
-                    ended_before_unix_nanos=before, keep_blobs=referenced_blobs(snapshot)
-                )
+                async with self._spool_lock:
+                    snapshot = await self._journal.snapshot()
+                    count = await self._journal.expire(
+                        ended_before_unix_nanos=before, keep_blobs=referenced_blobs(snapshot)
+                    )
                 await self._forget_profiles(snapshot.desired, before)
             except Unavailable as exc:
                 logger.warning("operations.expiry_failed error=%s", exc)
@@ -495,9 +498,11 @@ class AdminCore:
         if replay is not None:
             return replay.operation_id
         await self._reconciler.settled(timeout_s=self._timing.reconcile_wait_s)
-        call = dataclasses.replace(call, request=await spool(self._journal, call.request))
-        inp = await self._judged(self._plan_input(call, self._new_id()))
-        accepted = await self._journal.accept(claim, lambda snapshot: planner.accept(inp, snapshot))
+        # What is spooled belongs to nobody until it is accepted, and is not to be forgotten in between.
+        async with self._spool_lock if is_spooled(call.request) else contextlib.nullcontext():
+            call = dataclasses.replace(call, request=await spool(self._journal, call.request))
+            inp = await self._judged(self._plan_input(call, self._new_id()))
+            accepted = await self._journal.accept(claim, lambda snapshot: planner.accept(inp, snapshot))
         if not isinstance(accepted, OperationRecord):
             return accepted.operation_id
         self._store_ok = True

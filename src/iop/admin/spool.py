@@ -22,7 +22,12 @@ from iop.admin.steps import (
 )
 from iop.core.errors import Internal, InvalidRequest
 
-__all__ = ["check_digests", "referenced_blobs", "spool", "with_content"]
+__all__ = ["check_digests", "is_spooled", "referenced_blobs", "spool", "with_content"]
+
+
+def is_spooled(request: MutationRequest) -> bool:
+    """Whether a request brings tensors along."""
+    return isinstance(request, UpdateWeightsRequest) and isinstance(request.source, InlineTensorSource)
 
 
 def check_digests(request: MutationRequest) -> None:

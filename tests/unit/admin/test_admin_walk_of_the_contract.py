@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import pytest
 from admin_requests import ABORT, A, B, flush, options, pause, reconfigure, release, resume, update
 
+from iop.admin.core import CoreTiming
 from iop.admin.enums import (
     BusyPolicy,
     CacheKind,
@@ -182,3 +184,23 @@ def test_a_value_over_the_limit_is_refused_with_the_judgements_of_all_fields() -
             assert {b.split(":")[0] for b in planned.event.blockers} == {"LIMIT_EXCEEDED"}
 
     run_world(scenario)
+
+
+@pytest.mark.clause("AD-32")
+def test_tensors_are_not_forgotten_between_their_spooling_and_the_acceptance() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        spec = TensorSpec(name="w", dtype=TensorDtype.FLOAT32, shape=(1,))
+        source = InlineTensorSource(tensors=(InlineTensor(spec=spec, data=b"1234"),))
+        async with world.server():
+            put = world.journal.put_blob
+
+            async def slowly(digest: bytes, content: bytes) -> None:
+                await put(digest, content)
+                await asyncio.sleep(30.0)
+
+            world.journal.put_blob = slowly  # type: ignore[method-assign]
+            assert isinstance((await world.run(update("v1", source=source)))[-1].event, OperationCompleted)
+            await world.settle(30.0)
+            assert list(world.store.blobs.values()) == [b"1234"], "it is put back from here"
+
+    run_world(scenario, timing=CoreTiming(expiry_period_s=10.0))
