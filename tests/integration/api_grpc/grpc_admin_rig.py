@@ -85,6 +85,7 @@ class ScriptedOperations:
     calls: list[MutationCall] = dataclasses.field(default_factory=list)
     seen: list[tuple[str, Principal, object]] = dataclasses.field(default_factory=list)
     audited: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    digests: list[bytes] = dataclasses.field(default_factory=list)
     left: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     go_on: asyncio.Event | None = None
 
@@ -104,8 +105,9 @@ class ScriptedOperations:
                         return plan
         raise Conflict("it failed", reason="OPERATION_FAILED", details={"operation_id": "op-1"})
 
-    async def audit(self, principal: Principal, method: str, *, outcome: str) -> None:
+    async def audit(self, principal: Principal, method: str, *, outcome: str, digest: bytes = b"") -> None:
         self.audited.append((principal.name, method, outcome))
+        self.digests.append(digest)
 
     async def watch(
         self, principal: Principal, operation_id: str, *, after_sequence: int = 0

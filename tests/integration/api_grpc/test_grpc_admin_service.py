@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from typing import Any, cast
 
 import grpc
@@ -379,15 +380,23 @@ async def test_calls_refused_before_the_core_are_audited_and_strangers_are_only_
         ("operator", "UPDATE_WEIGHTS", "PERMISSION_DENIED"),
         ("operator", "FLUSH_CACHES", "EMPTY_SELECTOR"),
     ]
+    # Refused for its shape, it is told by what it asked for all the same, whatever its key was.
+    keyed = pb.FlushCachesRequest(options=pb.MutationOptions(idempotency_key="k", reason="r"))
+    async with refused(grpc.StatusCode.INVALID_ARGUMENT):
+        await call(channel, "FlushCaches", bearer("operator"), keyed)
+    payload = pb.FlushCachesRequest(options=pb.MutationOptions(reason="r")).SerializeToString(
+        deterministic=True
+    )
+    assert operations.digests[-1] == hashlib.sha256(b"FlushCaches\0" + payload).digest()
     await call(channel, "GetAdminProfile", bearer("viewer"))
     text = metrics.render().decode()
     for rpc, code in (
         ("UpdateWeights", "UNAUTHENTICATED"),
         ("UpdateWeights", "PERMISSION_DENIED"),
-        ("FlushCaches", "INVALID_ARGUMENT"),
         ("GetAdminProfile", "OK"),
     ):
         assert f'iop_grpc_calls_total{{code="{code}",rpc="openengine.v1.OpenEngineAdmin/{rpc}"}} 1.0' in text
+    assert 'code="INVALID_ARGUMENT",rpc="openengine.v1.OpenEngineAdmin/FlushCaches"} 2.0' in text
 
 
 # ---------------------------------------------------------------------------------------------- profiles

@@ -16,7 +16,14 @@ from iop.admin.requests import MutationRequest
 from iop.admin.shape import REASON_BYTES_MAX
 from iop.core.errors import InvalidRequest
 
-__all__ = ["CODEC", "check_reason", "check_unknown_fields", "decode_mutation", "require_text"]
+__all__ = [
+    "CODEC",
+    "check_reason",
+    "check_unknown_fields",
+    "decode_mutation",
+    "payload_digest",
+    "require_text",
+]
 
 CODEC: Final = RecordCodec(error=InvalidRequest)
 """Reads requests strictly and writes answers."""
@@ -40,13 +47,17 @@ def decode_mutation(
     """
     check_unknown_fields(message)
     request = CODEC.decode(message, record_type)
+    return MutationCall(principal=principal, request=request, request_sha256=payload_digest(message, rpc))
+
+
+def payload_digest(message: Any, rpc: str) -> bytes:
+    """SHA-256 of a mutation's payload. Consumes the message: its key and dry-run mark are cleared."""
     # What makes two requests the same is all but the key and whether it is a dry run (AD-12). Clearing them here
     # instead of in a copy spares a second set of the tensors that an update may carry.
     message.options.ClearField("idempotency_key")
     message.options.ClearField("validate_only")
     payload: bytes = message.SerializeToString(deterministic=True)
-    digest = hashlib.sha256(b"%s\0%b" % (rpc.encode("ascii"), payload)).digest()
-    return MutationCall(principal=principal, request=request, request_sha256=digest)
+    return hashlib.sha256(b"%s\0%b" % (rpc.encode("ascii"), payload)).digest()
 
 
 def check_unknown_fields(message: Message) -> None:

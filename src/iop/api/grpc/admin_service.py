@@ -41,6 +41,7 @@ from iop.api.grpc.admin_codec import (
     check_reason,
     check_unknown_fields,
     decode_mutation,
+    payload_digest,
     require_text,
 )
 from iop.api.grpc.interceptors import current_principal
@@ -119,7 +120,7 @@ class AdminOperations(Protocol):
         """What the server offers."""
         ...
 
-    async def audit(self, principal: Principal, method: str, *, outcome: str) -> None:
+    async def audit(self, principal: Principal, method: str, *, outcome: str, digest: bytes = b"") -> None:
         """Note a call that was refused before the core saw it (AD-101)."""
         ...
 
@@ -236,16 +237,19 @@ class AdminService(admin_pb2_grpc.OpenEngineAdminServicer):
             CODEC.encode(outcome, answer)
 
     async def _decode(self, message: Any, record_type: type[Mutation], rpc: str) -> MutationCall:
-        async with self._shaping(rpc):
+        async with self._shaping(rpc, message):
             return decode_mutation(message, record_type, rpc=rpc, principal=current_principal())
 
     @contextlib.asynccontextmanager
-    async def _shaping(self, rpc: str) -> AsyncIterator[None]:
+    async def _shaping(self, rpc: str, mutation: Any = None) -> AsyncIterator[None]:
         """Note in the audit what is refused for its shape, before the core hears of it (AD-101)."""
         try:
             yield
         except InvalidRequest as error:
-            await self._operations.audit(current_principal(), audit_name(rpc), outcome=error.reason)
+            digest = b"" if mutation is None else payload_digest(mutation, rpc)
+            await self._operations.audit(
+                current_principal(), audit_name(rpc), outcome=error.reason, digest=digest
+            )
             raise
 
 
