@@ -240,3 +240,40 @@ async def test_a_bug_in_the_conversion_of_an_answer_ends_it_and_shows_no_success
         assert answer.startswith(b"HTTP/1.1 200" if is_stream else b"502")
         assert b"message_stop" not in answer and not answer.endswith(b"0\r\n\r\n")
         await fleet.settled()
+
+
+@pytest.mark.clause("SF-06", "SF-09", "SF-10")
+async def test_what_was_found_out_here_about_an_answer_says_that_it_is_ours() -> None:
+    """What the provider told is its own, in the caller's words."""
+    cut = b'{"choices":[{"index":0,"message":{"content":"a"}}]}'
+    ours = {b"upstream_error": [b"no json", b"[]"], b"upstream_truncated": [cut]}
+    async with fleet_of(operations=CHAT_ONLY) as fleet:
+        for path in ("/v1/messages", "/v1/responses"):
+            ask: dict[str, Any] = {"model": "fast", "input": "hi"} if path == "/v1/responses" else ASK
+            for reason, bodies in ours.items():
+                for answer in bodies:
+                    fleet.stub.script = scripted(whole_answer(answer))
+                    status, fields, told = await fleet.post(
+                        json.dumps(ask | {"stream": False}).encode(), path=path
+                    )
+                    assert (status, fields[b"x-iop-origin"], fields[b"x-iop-reason"]) == (
+                        502,
+                        b"edge",
+                        reason,
+                    )
+                    assert json.loads(told)["error"]["code"] == reason.decode()
+            fleet.stub.script = scripted(whole_answer(b"", status=b"302 Found"))
+            status, fields, _ = await fleet.post(json.dumps(ask | {"stream": False}).encode(), path=path)
+            assert (status, fields[b"x-iop-reason"]) == (502, b"upstream_error")
+            fleet.stub.script = scripted(whole_answer(b'{"error":{"message":"full","code":"mine"}}'))
+            status, fields, told = await fleet.post(json.dumps(ask | {"stream": False}).encode(), path=path)
+            assert (status, b"x-iop-origin" in fields) == (502, False)
+            assert json.loads(told)["error"]["code"] == "mine"
+        await fleet.settled()
+
+
+def scripted(answer: bytes) -> Any:
+    async def script(call: StubCall) -> None:
+        await call.write(answer)
+
+    return script

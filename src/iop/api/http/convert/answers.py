@@ -23,11 +23,17 @@ _LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")
 
 
 class BrokenAnswerError(Exception):
-    """A whole answer that is none: not JSON, or an error told with a success status."""
+    """A whole answer that is none: not JSON, or an error told with a success status.
+
+    Attributes:
+        failure: what is told.
+        is_told: whether the provider told it, or it was found out here.
+    """
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
+        self.is_told = failure not in (_garbled(), cut_failure())
 
 
 class AnswerConverter:

@@ -203,6 +203,10 @@ class ConvertingExchange:
             self._give_up()
 
     def _end_whole(self, body: bytes) -> None:
+        if 300 <= self._status < 400:  # a redirect is no answer to a question
+            told = f"The provider answered with status {self._status}."
+            self._refuse(Unavailable(told, reason="upstream_error"))
+            return
         if not 200 <= self._status < 300:
             self._tell_error(self._status, failure_of_body(body, self._status))
             return
@@ -215,7 +219,10 @@ class ConvertingExchange:
                 out, kind = self._converter.whole(body), _JSON
         except BrokenAnswerError as error:
             self._give_up()
-            self._tell_error(502, error.failure)
+            if error.is_told:
+                self._tell_error(502, error.failure)
+            else:
+                self._refuse(Unavailable(error.failure.message, reason=error.failure.code))
             return
         self._is_ended = True
         self._exchange.respond(self._status, [kind, *self._headers], out)
@@ -223,8 +230,6 @@ class ConvertingExchange:
     def _tell_error(self, status: int, failure: Failure) -> None:
         """An error of the provider's, status kept, in the caller's words (P-18)."""
         self._is_ended = True
-        if status < 400:
-            status = 502  # a redirect is no answer to a question
         kind = error_type(status, self._source)
         body: dict[str, Any]
         if self._source.is_anthropic:
