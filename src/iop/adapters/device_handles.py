@@ -22,8 +22,9 @@ from iop.adapters.checkpoint import Layout
 from iop.adapters.gate_control import StepFailed
 from iop.adapters.handle_pickle import Call, Global, read, written
 from iop.adapters.trainer_group import DTYPES
-from iop.admin.enums import AdminErrorCode, TensorDtype
+from iop.admin.enums import AdminErrorCode
 from iop.admin.requests import IpcSource, IpcTensor
+from iop.admin.shape import DTYPE_BYTES
 
 HANDLE_BYTES_MAX: Final = 16 * 1024
 """A tensor on one device takes some 300 bytes."""
@@ -34,18 +35,6 @@ FIELDS: Final = 15
 NAME_BYTES_MAX: Final = 256
 """Longest name of a memory or counter: PyTorch's have less than 100 bytes."""
 
-SIZES: Final[Mapping[TensorDtype, int]] = {
-    TensorDtype.FLOAT32: 4,
-    TensorDtype.FLOAT16: 2,
-    TensorDtype.BFLOAT16: 2,
-    TensorDtype.FLOAT8_E4M3: 1,
-    TensorDtype.FLOAT8_E5M2: 1,
-    TensorDtype.INT8: 1,
-    TensorDtype.UINT8: 1,
-    TensorDtype.INT32: 4,
-    TensorDtype.INT64: 8,
-}
-
 _COUNTER: Final = re.compile(rb"(?:/[A-Za-z0-9_-]+)?")
 """A name in shared memory and no other path: the engine opens it."""
 
@@ -53,6 +42,7 @@ _TENSOR: Final = Global("torch", "Tensor")
 _SIZE: Final = Global("torch", "Size")
 _CLASSES: Final = (_TENSOR, Global("torch.nn.parameter", "Parameter"))
 _STORAGES: Final = (Global("torch.storage", "UntypedStorage"), Global("torch.storage", "TypedStorage"))
+_DTYPES: Final = tuple(Global("torch", name) for name in DTYPES.values())
 _REBUILD: Final = Global("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
 
 
@@ -110,6 +100,8 @@ class SharedWeights:
         Args:
             ranks: of the engine, each on a device of its own.
             current: tensors of the checkpoint that the engine runs; empty where this machine does not see it.
+
+        Blocking: a handle as long as may be takes some 10 ms, and a model has thousands of tensors.
 
         Raises:
             StepFailed: SOURCE_MISMATCH, nothing was touched.
@@ -183,14 +175,14 @@ def _shared(tensor: IpcTensor) -> dict[str, SharedTensor]:
     places: dict[str, SharedTensor] = {}
     for device, arguments in told.items():
         shared = _shared_tensor(arguments)
-        if not isinstance(device, str) or not 0 < len(device) <= NAME_BYTES_MAX or shared is None:
+        if not _is_name(device) or shared is None:
             _refuse(name, "has a handle with other fields than PyTorch's of a device tensor")
         if shared.shape != tensor.spec.shape or shared.dtype != DTYPES[tensor.spec.dtype]:
             _refuse(name, f"is {shared.dtype} {shared.shape} by its handle, which is not its shape and type")
         last = shared.offset + sum(
             (size - 1) * step for size, step in zip(shared.shape, shared.strides, strict=True)
         )
-        if 0 not in shared.shape and (last + 1) * SIZES[tensor.spec.dtype] > shared.memory_bytes:
+        if 0 not in shared.shape and (last + 1) * DTYPE_BYTES[tensor.spec.dtype] > shared.memory_bytes:
             _refuse(name, "reaches beyond its memory by its handle")
         places[device] = shared
     return places
@@ -208,8 +200,7 @@ def _shared_tensor(arguments: object) -> SharedTensor | None:
     if (
         kind not in _CLASSES
         or storage not in _STORAGES
-        or not isinstance(dtype, Global)
-        or dtype.module != "torch"
+        or dtype not in _DTYPES
         or not _are_sizes(shape)
         or not _are_sizes(strides)
         or len(shape) != len(strides)
@@ -237,6 +228,15 @@ def _shared_tensor(arguments: object) -> SharedTensor | None:
         counter_offset=counter_offset,
         event=event,
         waits=waits,
+    )
+
+
+def _is_name(device: object) -> TypeGuard[str]:
+    return (
+        isinstance(device, str)
+        and device.isascii()
+        and device.isprintable()
+        and 0 < len(device) <= NAME_BYTES_MAX
     )
 
 

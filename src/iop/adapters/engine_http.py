@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -16,6 +16,11 @@ from iop.core.errors import InvalidRequest, IopError, RemoteProtocolError, Unava
 from iop.wire.messages import Header, OpenAICompatSettings
 
 Shape = TypeVar("Shape")
+
+ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
+"""A name, path, label or version; a longer one is none, and would not fit into what a Node reports."""
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 QUESTION_TIMEOUT_S: Final = 5.0
 """For what an engine answers from memory; a step asks again as long as it has time."""

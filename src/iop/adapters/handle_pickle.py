@@ -6,8 +6,9 @@ makes. Every other instruction is refused, so nothing that comes in here is ever
 
 from __future__ import annotations
 
+import io
 import pickletools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,6 +41,28 @@ _CONSTANTS: Final[Mapping[str, object]] = {
     "MARK": _MARK,
 }
 _TUPLES: Final = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_KNOWN: Final = {
+    each.code.encode("latin-1"): each
+    for each in pickletools.opcodes
+    if each.name
+    in {
+        *_VALUES,
+        *_CONSTANTS,
+        *_TUPLES,
+        "PROTO",
+        "FRAME",
+        "TUPLE",
+        "EMPTY_DICT",
+        "SETITEM",
+        "SETITEMS",
+        "MEMOIZE",
+        "BINGET",
+        "LONG_BINGET",
+        "STACK_GLOBAL",
+        "REDUCE",
+        "STOP",
+    }
+}
 
 
 def read(pickle: bytes) -> object:
@@ -51,14 +74,24 @@ def read(pickle: bytes) -> object:
     stack: list[object] = []
     memo: list[object] = []
     try:
-        for code, argument, _ in pickletools.genops(pickle):
-            if code.name == "STOP":
+        for code, argument in _instructions(pickle):
+            if code == "STOP":
                 (value,) = stack
                 return value
-            _step(code.name, argument, stack, memo)
+            _step(code, argument, stack, memo)
     except (IndexError, TypeError, OverflowError) as exc:
         raise ValueError("a broken pickle") from exc
     raise ValueError("a pickle without an end")
+
+
+def _instructions(pickle: bytes) -> Iterator[tuple[str, Any]]:
+    """Names and arguments. Of an instruction that is not known even the argument is not looked at."""
+    source = io.BytesIO(pickle)
+    while byte := source.read(1):
+        found = _KNOWN.get(byte)
+        if found is None:
+            raise ValueError("an instruction that data does not need")
+        yield found.name, found.arg.reader(source) if found.arg is not None else None
 
 
 def _step(code: str, argument: Any, stack: list[object], memo: list[object]) -> None:
@@ -91,13 +124,11 @@ def _step(code: str, argument: Any, stack: list[object], memo: list[object]) -> 
         if not isinstance(name, str) or not isinstance(module, str):
             raise ValueError("a name that is none")
         stack.append(Global(module, name))
-    elif code == "REDUCE":
+    else:  # REDUCE
         arguments, function = stack.pop(), stack.pop()
         if not isinstance(function, Global) or not isinstance(arguments, tuple):
             raise ValueError("a call of nothing")
         stack.append(Call(function, arguments))
-    else:
-        raise ValueError(f"instruction {code}")
 
 
 def _above_mark(stack: list[object]) -> list[object]:

@@ -7,7 +7,8 @@ cannot be seen was not touched. From the first mutating call on every failure is
 participant, because its effect is not known any more.
 
 Engines hold, refuse or run what comes while they are paused, each in its way, some without an end. So every pause
-closes the gate of :mod:`iop.adapters.gate_control` as well.
+closes the gate of :mod:`iop.adapters.gate_control` as well, and an engine that says that it is paused, whoever did
+that, gets nothing either.
 """
 
 from __future__ import annotations
@@ -81,9 +82,15 @@ class NativeControl(GateControl, abc.ABC):
         self._seen: Observed | None = None
         self._failure = "the engine was not asked yet"
         self._is_unwell = False
+        self._is_paused = False
         self._profiles: EngineProfiles | None = None
 
     # ---- for the adapter ----
+
+    @property
+    def is_gated(self) -> bool:
+        """Also while somebody else's pause is in force, which that one may end as well."""
+        return self._is_gated or self._is_paused
 
     @property
     def observed(self) -> Observed | None:

@@ -18,6 +18,7 @@ import msgspec
 
 from iop.adapters.base import AdapterServices
 from iop.adapters.device_memory import DeviceMemory, device_bytes_used, freed_amounts
+from iop.adapters.engine_http import Count, ShortText
 from iop.adapters.gate_control import (
     ENGINE,
     GATE_MODES,
@@ -60,12 +61,12 @@ _LIFECYCLE: Final = frozenset({Op.FLUSH_CACHES, Op.RELEASE_RESOURCES, Op.RESTORE
 
 
 class _Version(msgspec.Struct):
-    version: str = ""
+    version: ShortText = ""
 
 
 class _Tag(msgspec.Struct):
     name: str
-    digest: str = ""
+    digest: ShortText = ""
     remote_host: str = ""
 
 
@@ -75,8 +76,8 @@ class _Tags(msgspec.Struct):
 
 class _Running(msgspec.Struct):
     name: str
-    digest: str = ""
-    size_vram: int = 0
+    digest: ShortText = ""
+    size_vram: Count = 0
 
 
 class _Ps(msgspec.Struct):

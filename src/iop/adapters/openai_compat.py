@@ -194,6 +194,8 @@ class OpenAICompatAdapter(Controlled):
             self._absent = self._ranks = None
             self._observe(Health.OFFLINE, exc.message)
         else:
+            if response.status >= 500:
+                self._absent = self._ranks = None  # perhaps it is starting anew
             if response.status in {401, 403}:
                 self._observe(Health.NOT_READY, "the engine refuses the configured api_key")
             elif response.status >= 500:
@@ -362,6 +364,7 @@ class OpenAICompatAdapter(Controlled):
             if self._health is Health.OFFLINE:
                 self._observe(Health.READY, "")
         elif error.failure is UpstreamFailure.CONNECT_FAILED:
+            self._absent = self._ranks = None  # what comes back may be started otherwise
             self._observe(Health.OFFLINE, error.message)
 
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iop.adapters import device_handles
 from iop.adapters.device_handles import SharedWeights
 from iop.adapters.gate_control import StepFailed
 from iop.adapters.handle_pickle import Call, Global, read, written
@@ -172,7 +171,3 @@ def test_what_stands_in_it_many_times_is_read_wherever_it_stood_first(protocol: 
 def test_only_plain_data_is_written() -> None:
     with pytest.raises(TypeError, match="float"):
         written((1.5,))
-
-
-def test_every_element_type_has_a_size() -> None:
-    assert set(device_handles.SIZES) == set(TensorDtype)

@@ -22,7 +22,7 @@ from typing import ClassVar, Final
 import msgspec
 
 from iop.adapters.base import AdapterServices
-from iop.adapters.engine_http import EngineAnswer
+from iop.adapters.engine_http import EngineAnswer, ShortText
 from iop.adapters.gate_control import (
     ENGINE,
     GATE_MODES,
@@ -75,8 +75,8 @@ NEEDS_ROUTER: Final = "start llama-server without a model (router mode, --models
 
 class _Props(msgspec.Struct):
     role: str = ""
-    build_info: str = ""
-    model_alias: str = ""
+    build_info: ShortText = ""
+    model_alias: ShortText = ""
     is_sleeping: bool = False
     max_instances: int = 0
 
@@ -107,7 +107,7 @@ class _Status(msgspec.Struct):
 
 
 class _Model(msgspec.Struct):
-    id: str
+    id: ShortText
     status: _Status | None = None
 
 

@@ -23,7 +23,7 @@ import msgspec
 
 from iop.adapters.base import AdapterServices
 from iop.adapters.device_memory import DeviceMemory, device_bytes_used, freed_amounts
-from iop.adapters.engine_http import EngineAnswer
+from iop.adapters.engine_http import Count, EngineAnswer, ShortText
 from iop.adapters.engine_profiles import DIRECTORY_VARIABLE, NEEDS_DIRECTORY
 from iop.adapters.gate_control import (
     ENGINE,
@@ -88,6 +88,7 @@ NEEDS_ONE_RANK: Final = "with data parallelism SGLang answers for its first rank
 GROUP_ROUTES: Final = frozenset({"/init_weights_update_group", "/update_weights_from_distributed"})
 TENSOR_ROUTE: Final = "/update_weights_from_tensor"
 NEEDS_DOCS: Final = "start SGLang without DISABLE_OPENAPI_DOC, so that its routes can be seen"
+NOT_TOLD: Final = "this SGLang does not tell its routes or its settings now, and is asked again"
 NO_ROUTE: Final = "this SGLang has no route for it, or none to prove it with; a newer one has"
 
 PAUSE_ROUTES: Final = frozenset({"/pause_generation", "/continue_generation"})
@@ -104,24 +105,24 @@ _ORDER: Final = (ResourceKind.WEIGHTS, ResourceKind.KV_CACHE, ResourceKind.GRAPH
 
 
 class _ModelInfo(msgspec.Struct):
-    model_path: str = ""
-    served_model_name: str | None = None
-    weight_version: str | None = None
+    model_path: ShortText = ""
+    served_model_name: ShortText | None = None
+    weight_version: ShortText | None = None
 
 
 class _ServerInfo(msgspec.Struct):
-    version: str = ""
+    version: ShortText = ""
     enable_memory_saver: bool = False
     enable_weights_cpu_backup: bool = False
-    dp_size: int = 1
-    tp_size: int = 1
-    pp_size: int = 1
+    dp_size: Count = 1
+    tp_size: Count = 1
+    pp_size: Count = 1
     device: str | None = None
 
 
 class _RankLoad(msgspec.Struct):
-    num_running_reqs: int = 0
-    num_waiting_reqs: int = 0
+    num_running_reqs: Count = 0
+    num_waiting_reqs: Count = 0
 
 
 class _Loads(msgspec.Struct):
@@ -179,8 +180,8 @@ class SglangControl(NativeControl):
         self._device_memory = device_memory
         self._info = _ServerInfo()
         self._model = _ModelInfo()
-        self._paths: frozenset[str] | None = None
-        self._is_paused = False
+        self._paths: frozenset[str] | None = None  # None: not told yet, or not since it was away
+        self._is_known = False
         self._mode: PauseMode | None = None
         self._frozen = 0
         self._released: frozenset[ResourceKind] | None = None
@@ -198,15 +199,12 @@ class SglangControl(NativeControl):
         if not model.is_ok:
             raise Unavailable(f"the engine does not tell its model: {model.words}", reason="NOT_SGLANG")
         self._model = model.read(_ModelInfo)
-        # Its process tells no start, so it is a new one only to a new process of ours.
-        is_new = self._paths is None
-        if is_new:
-            api = await self._http.get("/openapi.json", timeout_s=INFO_TIMEOUT_S)
-            if api.status < 500:  # else it is asked again
-                self._paths = frozenset(api.read(_OpenApi).paths) if api.is_ok else frozenset()
-            info = await self._http.get("/server_info", timeout_s=INFO_TIMEOUT_S)
-            self._info = info.read(_ServerInfo) if info.is_ok else _ServerInfo()
-            path = self._model.model_path
+        if self._paths is None or self.failure:
+            # Its process tells no start: one that was away may be another, started otherwise.
+            await self._get_to_know()
+        path = self._model.model_path
+        if not self._is_known:
+            self._is_known = True
             if path.startswith("/") and await asyncio.to_thread(Path(path).is_dir):
                 self._startup_source = DiskSource(path=path, format=WeightFormat.SAFETENSORS)
         self._swap.path = self._model.model_path
@@ -214,9 +212,7 @@ class SglangControl(NativeControl):
         self._swap.sources = self._sources()
         ready = await self._http.get("/ready")
         self._is_paused = ready.status == 503 and (await self._http.get("/ping")).is_ok
-        if self._is_paused:
-            self._is_gated = True
-        else:
+        if not self._is_paused:
             # An engine that serves has everything: a restarted one too. Of one found paused nobody knows.
             self._released, self._mode, self._frozen = frozenset(), None, 0
         loads = (await self._http.get("/v1/loads", {"include": "core"})).read(_Loads).loads
@@ -234,6 +230,15 @@ class SglangControl(NativeControl):
             lacking=_lacking_of(capabilities),
             startup_source=self._startup_source,
         )
+
+    async def _get_to_know(self) -> None:
+        api = await self._http.get("/openapi.json", timeout_s=INFO_TIMEOUT_S)
+        info = await self._http.get("/server_info", timeout_s=INFO_TIMEOUT_S)
+        if api.status >= 500 or info.status >= 500:
+            self._paths = None  # it is asked again, and offers the gate until then
+            return
+        self._info = info.read(_ServerInfo) if info.is_ok else _ServerInfo()
+        self._paths = frozenset(api.read(_OpenApi).paths) if api.is_ok else frozenset()
 
     def _offered(self) -> tuple[Capabilities, dict[Op, str]]:
         missing: dict[Op, str] = {}
@@ -256,7 +261,7 @@ class SglangControl(NativeControl):
             if is_there:
                 operations.add(op)
             elif not paths:
-                missing[op] = NEEDS_DOCS
+                missing[op] = NEEDS_DOCS if self._paths is not None else NOT_TOLD
             else:
                 missing[op] = why if paths >= routes else NO_ROUTE
         keeps = self._info.enable_weights_cpu_backup
@@ -323,6 +328,7 @@ class SglangControl(NativeControl):
         if self._is_paused:
             if self._released or self._released is None:
                 raise PreconditionFailed("memory is released under the pause", reason="RESOURCES_RELEASED")
+            self._is_gated = True
             await self._tell("/continue_generation", {}, timeout_s=PAUSE_TIMEOUT_S)
         work = WorkCounts()
         if mode is PauseMode.DRAIN:
@@ -387,7 +393,6 @@ class SglangControl(NativeControl):
     @contextlib.asynccontextmanager
     async def _taken_back(self) -> AsyncIterator[None]:
         """What runs is back in the queue, without its cache, while the block runs; then it is computed anew."""
-        was_gated = self._is_gated
         await self._tell("/pause_generation", {"mode": "retract"}, timeout_s=PAUSE_TIMEOUT_S)
         try:
             await self._until_paused()
@@ -395,7 +400,6 @@ class SglangControl(NativeControl):
         finally:
             await self._tell("/continue_generation", {}, timeout_s=PAUSE_TIMEOUT_S)
             is_paused = await self._is_paused_now()
-            self._is_gated = was_gated or is_paused
         if is_paused:
             raise not_verified("the engine answered and is still paused")
 

@@ -135,7 +135,8 @@ class WeightSwap:
                 check_group(source, ranks=self.ranks, current=await self._layout())
                 return source
             case IpcSource() if WeightSourceKind.IPC in self.sources:
-                return SharedWeights.read(source, ranks=self.ranks, current=await self._layout())
+                current = await self._layout()
+                return await asyncio.to_thread(SharedWeights.read, source, ranks=self.ranks, current=current)
             case _:
                 raise Unsupported(
                     "this SGLang takes no weights from there: a broadcast needs a server without data "

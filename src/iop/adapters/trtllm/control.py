@@ -14,7 +14,7 @@ import msgspec
 
 from iop.adapters.base import AdapterServices
 from iop.adapters.device_memory import DeviceMemory, device_bytes_used, freed_amounts
-from iop.adapters.engine_http import EngineAnswer
+from iop.adapters.engine_http import EngineAnswer, ShortText
 from iop.adapters.engine_profiles import DIRECTORY_VARIABLE, NEEDS_DIRECTORY
 from iop.adapters.gate_control import (
     GATE_MODES,
@@ -60,7 +60,7 @@ _MEMORY: Final = frozenset({Op.RELEASE_RESOURCES, Op.RESTORE_RESOURCES})
 
 
 class _Version(msgspec.Struct):
-    version: str = ""
+    version: ShortText = ""
 
 
 class _Memory(msgspec.Struct):

@@ -9,7 +9,12 @@ from typing import Any, Final
 
 import msgspec
 
+from iop.adapters.engine_http import ShortText
+
 _SAMPLE: Final = re.compile(rb"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? ([0-9.eE+-]+)$")
+
+VALUE_MAX: Final = 2.0**53
+"""No count and no time is larger; what is said to be, infinite even, is not told."""
 
 SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
 
@@ -42,7 +47,7 @@ class Success(msgspec.Struct):
 class WeightInfo(msgspec.Struct):
     """`/weight_info`."""
 
-    weight_version: str
+    weight_version: ShortText
 
 
 class WorldSize(msgspec.Struct):
@@ -66,7 +71,7 @@ class Checksums(msgspec.Struct):
 class Version(msgspec.Struct):
     """`/version`."""
 
-    version: str = ""
+    version: ShortText = ""
 
 
 class OpenApi(msgspec.Struct):
@@ -78,9 +83,9 @@ class OpenApi(msgspec.Struct):
 class Model(msgspec.Struct):
     """An entry of `/v1/models`; a LoRA adapter has a parent."""
 
-    id: str
-    root: str | None = None
-    parent: str | None = None
+    id: ShortText
+    root: ShortText | None = None
+    parent: ShortText | None = None
 
 
 class Models(msgspec.Struct):
@@ -211,9 +216,11 @@ def _samples(metrics: bytes) -> Iterator[tuple[bytes, bytes, float]]:
         match = _SAMPLE.match(line)
         if match is not None:
             try:
-                yield match[1], match[2] or b"", float(match[3])
+                value = float(match[3])
             except ValueError:
                 continue
+            if 0 <= value <= VALUE_MAX:
+                yield match[1], match[2] or b"", value
 
 
 def _label(labels: bytes, name: str) -> str:

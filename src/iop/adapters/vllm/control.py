@@ -20,6 +20,7 @@ from typing import ClassVar, Final
 
 from iop.adapters.base import AdapterServices
 from iop.adapters.device_memory import DeviceMemory, device_bytes_used, freed_amounts
+from iop.adapters.engine_facts import MODELS_MAX
 from iop.adapters.gate_control import (
     ENGINE,
     Offer,
@@ -93,6 +94,9 @@ INFO_TIMEOUT_S: Final = 30.0
 """The dump of its configuration reads the machine as well and takes seconds."""
 
 
+LAUNCH_ASKS_MAX: Final = 5
+"""Looks at one process that ask for that dump: one that fails is asked again, and one that always does, no more."""
+
 _STATES: Final = ("/is_paused", "/is_sleeping", "/weight_info")
 
 
@@ -123,10 +127,10 @@ class VllmControl(NativeControl):
         self._paths: frozenset[str] = frozenset()
         self._is_told = False  # a server that cannot tell its routes now is asked again
         self._launch = Launch()
+        self._launch_asks = 0  # how often it is still asked how it was started
         self._version = ""
         self._models: tuple[str, ...] = ()
         self._instance: str | None = None
-        self._is_paused = False
         self._sleep = ""
         self._label = ""
         self._discarded = b""  # digest of the weights that were thrown away, as far as it was told
@@ -144,9 +148,11 @@ class VllmControl(NativeControl):
             # One that changes its size answers so to everything but its health: it is no other process.
             raise Unavailable(f"the engine takes nothing now: {metrics.words}")
         load = Load.read(metrics.body)
-        if load.start_time != self._instance or not (self._is_told or self._is_gated):
+        if load.start_time != self._instance or not (self._is_told or self.is_gated):
             await self._get_to_know()
             self._instance = load.start_time
+        if self._launch_asks:
+            await self._ask_launch()
         await self._read_states(load)
         kinds = self._profiles.kinds() if "/start_profile" in self._paths else frozenset[ProfilerKind]()
         capabilities, missing = offered(self._paths, self._launch, kinds)
@@ -170,10 +176,11 @@ class VllmControl(NativeControl):
     async def _read_states(self, load: Load) -> None:
         asked = [path for path in _STATES if path in self._paths]
         told = dict(zip(asked, await self._http.get_all(*asked), strict=True))
+        if not load.start_time and any(answer.status == 404 for answer in told.values()):
+            self._instance = None  # it does not tell its start, and is another than before
+            raise Unavailable("the engine has other routes than before", reason="ENGINE_CHANGED")
         if "/is_paused" in told:
             self._is_paused = told["/is_paused"].read(IsPaused).is_paused
-            if self._is_paused:
-                self._is_gated = True
         if "/weight_info" in told:
             self._label = told["/weight_info"].read(WeightInfo).weight_version
         self._sleep = load.sleep
@@ -193,16 +200,24 @@ class VllmControl(NativeControl):
         self._version = version.read(Version).version if version.is_ok else ""
         models = (await self._http.get("/v1/models")).read(Models).data
         own = [model for model in models if model.parent is None]
-        self._models = tuple(model.id for model in own)
+        self._models = tuple(model.id for model in own[:MODELS_MAX])
         root = own[0].root or "" if own else ""
         self._swap.begin(model=self._models[0] if own else "", path=root if _is_here(root) else "")
-        self._launch = Launch()
-        if "/server_info" in self._paths:
-            info = await self._http.get("/server_info", {"config_format": "json"}, timeout_s=INFO_TIMEOUT_S)
-            if info.is_ok:
-                self._launch = Launch.read(info.read(ServerInfo))
-        self._profiles.begin(self._launch)
-        self._elastic.size, self._elastic.size_max = None, self._launch.data_parallel_max
+        self._launch_asks = LAUNCH_ASKS_MAX if "/server_info" in self._paths else 0
+        self._take_launch(Launch())
+
+    async def _ask_launch(self) -> None:
+        self._launch_asks -= 1
+        info = await self._http.get("/server_info", {"config_format": "json"}, timeout_s=INFO_TIMEOUT_S)
+        if info.is_ok:
+            self._take_launch(Launch.read(info.read(ServerInfo)))
+        if info.status < 500:
+            self._launch_asks = 0
+
+    def _take_launch(self, launch: Launch) -> None:
+        self._launch = launch
+        self._profiles.begin(launch)
+        self._elastic.size, self._elastic.size_max = None, launch.data_parallel_max
 
     def _startup_source(self) -> DiskSource | None:
         path = self._swap.startup_path
@@ -359,6 +374,7 @@ class VllmControl(NativeControl):
             raise PreconditionFailed("vLLM releases weights and KV cache only", reason="RESOURCE_KIND")
         if not self._is_paused:
             raise PreconditionFailed("only a paused engine releases memory", reason="NOT_PAUSED")
+        self._is_gated = True  # whoever paused it
         held = self._released_now()
         wanted = frozenset(step.kinds) - held
         if not wanted:
@@ -394,6 +410,7 @@ class VllmControl(NativeControl):
         wanted = held & frozenset(step.kinds)
         if not wanted:
             return succeeded(changed=False)
+        self._is_gated = True  # waking may let it run for a moment
         was_discarded = self._sleep == "discard_all"
         if ResourceKind.WEIGHTS in wanted:
             if was_discarded and not isinstance(step.weight_source, DiskSource):
@@ -438,6 +455,7 @@ class VllmControl(NativeControl):
         step: PrepareWeightsStep | ApplyWeightsStep | VerifyWeightsStep | CommitWeightsStep | UndoWeightsStep,
     ) -> StepResult:
         can_probe = self._is_paused and self._mode is not PauseMode.KEEP and not self._released_now()
+        self._is_gated |= can_probe
         try:
             result = await self._swap.execute(
                 call, step, has_checksums="/weight_checker" in self._paths, can_probe=can_probe

@@ -19,6 +19,9 @@ from iop.core.errors import DeadlineExceeded, IopError, PreconditionFailed
 
 SCALE_ROUTE: Final = "/scale_elastic_ep"
 
+RANKS_MAX: Final = 2**20
+"""More, no server has: its answer is nonsense."""
+
 SIZE: Final = ReconfigurableField.DATA_PARALLEL_SIZE
 
 
@@ -39,7 +42,7 @@ class ElasticSize:
         """Read the size: ranks with and without data parallelism are all that it tells cheaply."""
         ranks = (await self._http.get("/get_world_size", {"include_dp": "true"})).read(WorldSize).world_size
         each = (await self._http.get("/get_world_size", {"include_dp": "false"})).read(WorldSize).world_size
-        self.size = ranks // each if each > 0 else None
+        self.size = ranks // each if 0 < each <= ranks <= RANKS_MAX else None
 
     def judge(self, changes: Sequence[ServingChange]) -> tuple[ChangeResult, ...]:
         """What would become of each change."""
@@ -117,6 +120,6 @@ class ElasticSize:
         """Also when it refuses even this question, as some releases do."""
         try:
             answer = await self._http.post("/is_scaling_elastic_ep")
+            return not answer.is_ok or answer.read(IsScaling).is_scaling_elastic_ep
         except IopError:
             return False
-        return not answer.is_ok or answer.read(IsScaling).is_scaling_elastic_ep

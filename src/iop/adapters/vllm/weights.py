@@ -113,8 +113,13 @@ class WeightSwap:
                 if isinstance(checked, DiskSource):
                     await self.reload(checked.path, timeout_s=call.timeout_s)
                 else:
-                    self._read_from = ""
-                    await transfer.receive(self._http, checked, timeout_s=call.timeout_s)
+                    read_from, self._read_from = self._read_from, ""
+                    try:
+                        await transfer.receive(self._http, checked, timeout_s=call.timeout_s)
+                    except StepFailed as exc:
+                        if not exc.changed:  # what is in place is what was
+                            self._read_from = read_from
+                        raise
                 return succeeded()
             case VerifyWeightsStep():
                 return await self._verify(has_checksums=has_checksums, can_probe=can_probe)
@@ -148,9 +153,8 @@ class WeightSwap:
                 check_group(source, ranks=await transfer.world_size(self._http), current=await self._layout())
                 return source
             case IpcSource() if WeightSourceKind.IPC in self.sources:
-                return SharedWeights.read(
-                    source, ranks=await transfer.world_size(self._http), current=await self._layout()
-                )
+                ranks, current = await transfer.world_size(self._http), await self._layout()
+                return await asyncio.to_thread(SharedWeights.read, source, ranks=ranks, current=current)
             case _:
                 raise Unsupported(
                     f"this vLLM takes no weights from there: {NEEDS_TRANSFER}", reason="WEIGHT_SOURCE"
