@@ -193,13 +193,16 @@ async def test_a_handle_that_sglang_cannot_open_leaves_it_changed() -> None:
 
 
 @pytest.mark.clause("AD-15", "AD-45")
-@pytest.mark.parametrize("info", [{"tp_size": 2}, {"dp_size": 2}, {"device": "cpu"}])
+@pytest.mark.parametrize("told", [{"tp_size": 2}, {"dp_size": 2}, {"device": "cpu"}])
 async def test_sglang_of_several_ranks_or_without_a_gpu_does_not_offer_handles(
-    info: dict[str, object],
+    told: dict[str, object],
 ) -> None:
-    sglang = Sglang(**info)
+    sglang = Sglang(**told)
     async with in_front_of("sglang", sglang) as adapter:
         assert WeightSourceKind.IPC not in sources(adapter)
+        (info,) = adapter.participants()
+        hows = [each.how for each in info.lacking if each.operation is AdminOperationKind.UPDATE_WEIGHTS]
+        assert "a single rank" in hows[0], "for refusals before any step"
         with pytest.raises(Unsupported, match="a single rank"):
             await do(adapter, PREPARE)
         assert sglang.posts() == []

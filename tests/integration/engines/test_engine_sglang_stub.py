@@ -121,6 +121,7 @@ async def test_an_sglang_without_the_routes_is_paused_at_the_gate_and_offers_wha
         (info,) = adapter.participants()
         assert info.capabilities.operations == operations
         assert info.capabilities.pause_modes == {PauseMode.DRAIN, PauseMode.ABORT}
+        assert any(words in each.how for each in info.lacking if each.operation is AdminOperationKind.PAUSE)
         assert BusyPolicy.PREEMPT not in info.capabilities.busy_policies
         assert_all_ok(await do(adapter, pause(PauseMode.DRAIN)))
         (back,) = await adapter.read_back([info.participant_id])

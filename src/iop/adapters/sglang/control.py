@@ -37,7 +37,7 @@ from iop.adapters.gate_control import (
 )
 from iop.adapters.native_control import NativeControl, Observed
 from iop.adapters.sglang.profiles import Profiles
-from iop.adapters.sglang.weights import WeightSwap
+from iop.adapters.sglang.weights import NEEDS_RANK, WeightSwap
 from iop.adapters.staged_weights import NEEDS_WEIGHTS_DIRECTORY, StagedWeights
 from iop.adapters.trainer_group import BACKENDS
 from iop.admin.enums import (
@@ -227,7 +227,7 @@ class SglangControl(NativeControl):
             in_flight=sum(each.num_running_reqs for each in loads),
             queued=sum(each.num_waiting_reqs for each in loads),
             missing=missing,
-            lacking=_lacking_of(capabilities),
+            lacking=self._parts_missing(capabilities),
             startup_source=self._startup_source,
         )
 
@@ -261,7 +261,7 @@ class SglangControl(NativeControl):
             if is_there:
                 operations.add(op)
             elif not paths:
-                missing[op] = NEEDS_DOCS if self._paths is not None else NOT_TOLD
+                missing[op] = self._why_unseen()
             else:
                 missing[op] = why if paths >= routes else NO_ROUTE
         keeps = self._info.enable_weights_cpu_backup
@@ -300,6 +300,21 @@ class SglangControl(NativeControl):
         ):
             sources.add(WeightSourceKind.IPC)
         return frozenset(sources)
+
+    def _parts_missing(self, capabilities: Capabilities) -> dict[Op, str]:
+        missing: dict[Op, str] = {}
+        sources = capabilities.weight_sources
+        ways = [] if WeightSourceKind.INLINE_TENSORS in sources else [NEEDS_WEIGHTS_DIRECTORY]
+        if not sources >= {WeightSourceKind.DISTRIBUTED, WeightSourceKind.IPC}:
+            ways.append(NEEDS_RANK)
+        if ways:
+            missing[Op.UPDATE_WEIGHTS] = "; ".join(ways)
+        if PauseMode.KEEP not in capabilities.pause_modes:
+            missing[Op.PAUSE] = NO_ROUTE if self._paths else self._why_unseen()
+        return missing
+
+    def _why_unseen(self) -> str:
+        return NEEDS_DOCS if self._paths is not None else NOT_TOLD
 
     def weight_version(self) -> str:
         """As `/model_info` last said."""
@@ -466,12 +481,6 @@ class SglangControl(NativeControl):
             if self._model.weight_version != step.weight_version:
                 raise not_verified("the engine reports another weight version than was published")
         return result
-
-
-def _lacking_of(capabilities: Capabilities) -> dict[Op, str]:
-    if WeightSourceKind.INLINE_TENSORS in capabilities.weight_sources:
-        return {}
-    return {Op.UPDATE_WEIGHTS: NEEDS_WEIGHTS_DIRECTORY}
 
 
 def _tags(kinds: frozenset[ResourceKind] | set[ResourceKind]) -> list[str]:

@@ -43,6 +43,12 @@ SHORT_TIMEOUT_S: Final = 60.0
 """Of calls that move no weights."""
 
 
+NEEDS_RANK: Final = (
+    "for a broadcast start a newer SGLang without data parallelism, for device handles with a single rank "
+    "on a GPU"
+)
+
+
 class _Updated(msgspec.Struct):
     success: bool
     message: str = ""
@@ -139,9 +145,7 @@ class WeightSwap:
                 return await asyncio.to_thread(SharedWeights.read, source, ranks=self.ranks, current=current)
             case _:
                 raise Unsupported(
-                    "this SGLang takes no weights from there: a broadcast needs a server without data "
-                    "parallelism, device handles one of a single rank",
-                    reason="WEIGHT_SOURCE",
+                    f"this SGLang takes no weights from there: {NEEDS_RANK}", reason="WEIGHT_SOURCE"
                 )
 
     async def _layout(self) -> checkpoint.Layout:
