@@ -12,49 +12,37 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any
 
 from iop.adapters.base import AdapterServices, TunnelStream
 from iop.adapters.http_tunnel import refuse_tunnel
 from iop.adapters.openengine import steps
-from iop.adapters.openengine.admin_rpc import AdminRpc, OperationFailedError
+from iop.adapters.openengine.admin_rpc import OperationFailedError
 from iop.adapters.openengine.artifact_fetch import ArtifactFetch
-from iop.adapters.openengine.link import AdminLink
-from iop.adapters.openengine.profiles import ProfileBook
+from iop.adapters.openengine.operations import EngineOperations
 from iop.admin.enums import (
     AdminErrorCode,
     AdminOperationKind,
     ChangeDisposition,
     PauseMode,
-    ReconfigurableField,
 )
 from iop.admin.participant import ProgressSink
-from iop.admin.profile import ActivePause, ActiveRelease, AdminProfile, ParticipantInfo
+from iop.admin.profile import ActivePause, AdminProfile, ParticipantInfo
 from iop.admin.requests import (
     FlushCachesRequest,
-    MutationRequest,
     PauseRequest,
     ReleaseResourcesRequest,
     ServingChange,
-    ServingValue,
-    StartProfileRequest,
-    StopProfileRequest,
 )
 from iop.admin.results import (
     AdminError,
     ChangeResult,
-    OperationProgress,
     OperationResult,
-    ParticipantError,
-    ParticipantStatus,
-    ProfileArtifact,
     ReconfigureServingResult,
     RestoreResourcesResult,
     ResumeResult,
-    StopProfileResult,
 )
 from iop.admin.steps import (
-    BYTES_UNIT,
     ApplyWeightsStep,
     CommitWeightsStep,
     FlushStep,
@@ -69,22 +57,16 @@ from iop.admin.steps import (
     ResumeStep,
     StartProfileStep,
     StepCall,
-    StepProgress,
     StepResult,
     StopProfileStep,
     UndoWeightsStep,
     VerifyWeightsStep,
     WorkCounts,
-    profile_id_of,
 )
 from iop.core.errors import (
-    Conflict,
-    DeadlineExceeded,
     IopError,
-    NotFound,
     PermissionDenied,
     PreconditionFailed,
-    RemoteProtocolError,
     Unauthenticated,
     Unavailable,
     Unsupported,
@@ -94,13 +76,8 @@ from iop.wire.messages import OpenEngineSettings, StreamErrorCode
 
 _log = logging.getLogger(__name__)
 
-_Epoch = TypeVar("_Epoch", ActivePause, ActiveRelease)
 
-ARTIFACTS_KEPT_MAX: Final = 4096
-"""Artifacts whose size and digest are remembered; older ones are held to them by who asked for them alone."""
-
-
-class OpenEngineControl:
+class OpenEngineControl(EngineOperations):
     """The `EngineControl` over OpenEngineAdmin.
 
     Args:
@@ -112,14 +89,9 @@ class OpenEngineControl:
     """
 
     def __init__(self, settings: OpenEngineSettings, services: AdapterServices) -> None:
+        super().__init__(settings, services)
         self._services = services
-        self._profiles = ProfileBook()
-        self._link = AdminLink(settings, services, on_restart=self._forget, on_look=self._profiles.learn)
-        self._frozen = 0
         self._tasks: asyncio.TaskGroup | None = None
-        self._artifacts: dict[str, ProfileArtifact] = {}
-        self._under_way: dict[str, dict[ParticipantId, ParticipantError]] = {}
-        self._serving: dict[ParticipantId, dict[ReconfigurableField, ServingValue]] = {}
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Open the channels; they connect when first used."""
@@ -163,7 +135,7 @@ class OpenEngineControl:
             refuse_tunnel(stream, StreamErrorCode.UPSTREAM_ERROR, "the adapter is closed")
             on_done()
             return
-        fetch = ArtifactFetch(self._link.rpc(), uri, stream, named=self._artifacts.get(uri))
+        fetch = ArtifactFetch(self._link.rpc(), uri, stream, named=self._profiles.artifact(uri))
         fetch.bind()
         self._tasks.create_task(fetch.run(on_done), name="artifact")
 
@@ -186,19 +158,6 @@ class OpenEngineControl:
             seen.get(each) or ParticipantReadBack(participant_id=each, reachable=False)
             for each in participant_ids
         ]
-
-    async def _unsettled(self) -> frozenset[ParticipantId]:
-        """Whom operations of ours still act on that no step follows here; asked before the state is read."""
-        running = await self._admin().unfinished()
-        return frozenset(
-            status.participant_id
-            for each in running
-            if steps.is_nested_key(each.idempotency_key) and not self._is_followed(each.idempotency_key)
-            for status in each.participants
-        )
-
-    def _is_followed(self, key: str) -> bool:
-        return any(key == own or key.startswith(f"{own}/") for own in self._under_way)
 
     async def execute_step(self, call: StepCall, report: ProgressSink) -> StepResult:
         """As :meth:`iop.adapters.base.Adapter.execute_step`."""
@@ -227,40 +186,6 @@ class OpenEngineControl:
         return result
 
     # -- steps --
-
-    async def _profile_of_its_own(self, call: StepCall) -> AdminProfile:
-        """The engine's profile with no older step of ours under way.
-
-        Raises:
-            Unavailable: nobody answers in time, or not in the contract's words.
-        """
-        try:
-            await self._end_what_was_given_up(call)
-            return await self._link.refresh()
-        except (DeadlineExceeded, RemoteProtocolError) as exc:
-            raise Unavailable(exc.message, reason=exc.reason) from exc
-
-    async def _end_what_was_given_up(self, call: StepCall) -> None:
-        """End mutations of ours that still run on these ranks for an older step (AD-36).
-
-        A step that nobody waits for any more leaves its mutation running. What that still does must not come after
-        what this step does: its undo, perhaps.
-        """
-        if isinstance(call.body, JudgeReconfigureStep):
-            return
-        own = steps.nested_key(call)
-        ids = set(call.participant_ids)
-        older = [
-            each
-            for each in await self._admin().unfinished()
-            if steps.is_nested_key(each.idempotency_key)
-            and each.idempotency_key != own
-            and not each.idempotency_key.startswith(f"{own}/")
-            and not ids.isdisjoint(status.participant_id for status in each.participants)
-        ]
-        for each in older:
-            _log.info("engine_operation.called_off op_id=%s", each.operation_id)
-            await self._admin().call_off(each.operation_id)
 
     async def _dispatch(self, call: StepCall, profile: AdminProfile, report: ProgressSink) -> StepResult:
         match call.body:
@@ -302,9 +227,10 @@ class OpenEngineControl:
             case UndoWeightsStep():
                 return await self._undo_weights(call, call.body, profile, report)
             case StartProfileStep():
-                return await self._start_profile(call, call.body, profile)
+                self._require(profile, call, AdminOperationKind.START_PROFILE)
+                return await self._profiles.start(self._admin(), call, call.body)
             case StopProfileStep(profile_id=profile_id):
-                return await self._stop_profile(call, profile_id)
+                return await self._profiles.stop(self._admin(), call, profile_id)
             case JudgeReconfigureStep(changes=changes):
                 return await self._judge(call, changes, profile)
             case ReconfigureStep(changes=changes):
@@ -461,7 +387,7 @@ class OpenEngineControl:
                 reason="CANNOT_HOLD_WEIGHTS",
             )
         if self._serves(call, profile, body.weight_version):
-            return _untouched(call)
+            return steps.untouched(call)
         model = steps.engine_model(profile, call.participant_ids, body.model)
         plan = await self._admin().plan(
             steps.update_request(
@@ -475,13 +401,13 @@ class OpenEngineControl:
                 code=AdminErrorCode.SOURCE_UNAVAILABLE, message="; ".join(blockers), rolled_back=True
             )
             return steps.failed_by(call, error, {})
-        return _untouched(call)
+        return steps.untouched(call)
 
     async def _undo_weights(
         self, call: StepCall, body: UndoWeightsStep, profile: AdminProfile, report: ProgressSink
     ) -> StepResult:
         if self._serves(call, profile, body.previous_weight_version):
-            return _untouched(call)
+            return steps.untouched(call)
         if body.previous_source is None:
             raise PreconditionFailed("the previous weights cannot be read again", reason="IRREVERSIBLE")
         model = steps.engine_model(profile, call.participant_ids, body.model)
@@ -508,140 +434,6 @@ class OpenEngineControl:
         if bad:
             return steps.not_verified(call, "the engine serves another weight version", bad=bad)
         return steps.succeeded(call, None, read=read)
-
-    # -- profiles --
-
-    async def _start_profile(
-        self, call: StepCall, body: StartProfileStep, profile: AdminProfile
-    ) -> StepResult:
-        self._require(profile, call, AdminOperationKind.START_PROFILE)
-        result = await self._admin().start_profile(
-            StartProfileRequest(
-                options=steps.options_of(call),
-                target=steps.targets_of(call),
-                kinds=body.kinds,
-                max_steps=body.max_steps,
-                max_duration_ms=body.max_duration_ms,
-                label=body.label,
-            )
-        )
-        self._profiles.note_started(
-            body.profile_id,
-            result.profile_id,
-            call.participant_ids,
-            is_bounded=body.max_steps is not None or body.max_duration_ms is not None,
-        )
-        return steps.succeeded(call, None)
-
-    async def _stop_profile(self, call: StepCall, profile_id: str) -> StepResult:
-        engine_id = await self._profiles.engine_id(profile_id, self._admin())
-        if not engine_id:
-            if profile_id == profile_id_of(call.operation_id):
-                return _untouched(call)  # the undo of a start that never came to anything
-            raise NotFound("the engine knows of no such profile of ours; stop it on the engine's own port")
-        request = StopProfileRequest(options=steps.options_of(call), profile_id=engine_id)
-        try:
-            result: StopProfileResult = await self._admin().stop_profile(request, timeout_s=call.timeout_s)
-        except (PreconditionFailed, NotFound, Conflict):
-            self._profiles.note_refused(profile_id)
-            raise
-        self._profiles.note_stopped(profile_id)
-        for artifact in result.artifacts:
-            self._artifacts.pop(artifact.uri, None)
-            self._artifacts[artifact.uri] = artifact
-        while len(self._artifacts) > ARTIFACTS_KEPT_MAX:
-            self._artifacts.pop(next(iter(self._artifacts)))
-        return StepResult(
-            participants=tuple(
-                ParticipantOutcome(
-                    participant_id=each,
-                    artifacts=tuple(
-                        artifact for artifact in result.artifacts if artifact.participant_id == each
-                    ),
-                )
-                for each in call.participant_ids
-            )
-        )
-
-    # -- inside --
-
-    def _admin(self) -> AdminRpc:
-        return self._link.rpc()
-
-    def _forget(self) -> None:
-        """What another process of the engine told."""
-        self._frozen = 0
-        self._profiles.engine_restarted()
-        self._serving.clear()
-
-    async def _mutate(
-        self, call: StepCall, request: MutationRequest, report: ProgressSink
-    ) -> OperationResult:
-        failed = self._under_way.setdefault(steps.nested_key(call), {})
-
-        def on_progress(progress: OperationProgress | ParticipantStatus) -> None:
-            if isinstance(progress, ParticipantStatus):
-                if progress.error is not None and progress.participant_id in call.participant_ids:
-                    failed.setdefault(progress.participant_id, progress.error)
-                if progress.bytes_total and progress.participant_id in call.participant_ids:
-                    report(steps.loaded(progress))
-                return
-            if progress.unit == BYTES_UNIT:
-                return  # of one rank; its status tells it under the rank's name
-            for each in call.participant_ids:
-                report(
-                    StepProgress(
-                        participant_id=each,
-                        phase=progress.phase,
-                        done=progress.done,
-                        total=progress.total,
-                        unit=progress.unit,
-                        message=progress.message[:256],
-                    )
-                )
-
-        return await self._admin().mutate(request, on_progress)
-
-    def _require(self, profile: AdminProfile, call: StepCall, kind: AdminOperationKind) -> None:
-        """Refuse what the engine does not advertise, before it is touched."""
-        for each in profile.participants:
-            if (
-                each.info.participant_id in call.participant_ids
-                and kind not in each.info.capabilities.operations
-            ):
-                raise Unsupported(f"the engine does not offer {kind.name}", reason="NOT_OFFERED")
-
-    async def _ours(self, found: Sequence[_Epoch]) -> list[_Epoch]:
-        """Those pauses or releases that a step of ours made; only their maker and admins are shown the key."""
-        ours = []
-        for each in found:
-            try:
-                operation = await self._admin().operation(each.operation_id)
-            except NotFound:
-                continue
-            if steps.is_nested_key(operation.idempotency_key):
-                ours.append(each)
-        return ours
-
-    def _read(
-        self, profile: AdminProfile, participant_ids: Iterable[ParticipantId]
-    ) -> tuple[ParticipantReadBack, ...]:
-        return steps.read_back_of(
-            profile,
-            participant_ids,
-            instance=self._link.instance,
-            profiles_running=self._profiles.running,
-            frozen=self._frozen,
-            serving=self._serving,
-        )
-
-
-def _untouched(call: StepCall) -> StepResult:
-    return StepResult(
-        participants=tuple(
-            ParticipantOutcome(participant_id=each, changed=False) for each in call.participant_ids
-        )
-    )
 
 
 def _has_weights(kinds: Iterable[object]) -> bool:

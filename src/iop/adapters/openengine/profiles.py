@@ -13,14 +13,19 @@ from iop.adapters.openengine import steps
 from iop.adapters.openengine.admin_rpc import AdminRpc
 from iop.admin.enums import AdminOperationKind, AdminOperationState
 from iop.admin.profile import AdminProfile
-from iop.admin.results import StartProfileResult, StopProfileResult
-from iop.admin.steps import profile_id_of
+from iop.admin.requests import StartProfileRequest, StopProfileRequest
+from iop.admin.results import ProfileArtifact, StartProfileResult, StopProfileResult
+from iop.admin.steps import ParticipantOutcome, StartProfileStep, StepCall, StepResult, profile_id_of
+from iop.core.errors import Conflict, NotFound, PreconditionFailed
 from iop.core.ids import OperationId, ParticipantId
 
 __all__ = ["ProfileBook"]
 
 PROFILES_KEPT_MAX: Final = 256
 """Profiles whose engine-side id is remembered; an older one is looked up again when it is to be stopped."""
+
+ARTIFACTS_KEPT_MAX: Final = 4096
+"""Artifacts whose size and digest are remembered; older ones are held to them by who asked for them alone."""
 
 
 class ProfileBook:
@@ -31,7 +36,12 @@ class ProfileBook:
         self._running: dict[ParticipantId, frozenset[str]] = {}
         self._doubtful: set[str] = set()
         self._bounded: set[str] = set()
+        self._artifacts: dict[str, ProfileArtifact] = {}
         self._has_asked = False
+
+    def artifact(self, uri: str) -> ProfileArtifact | None:
+        """As the engine named it when its profile was stopped."""
+        return self._artifacts.get(uri)
 
     @property
     def running(self) -> Mapping[ParticipantId, frozenset[str]]:
@@ -60,6 +70,61 @@ class ProfileBook:
                 self.note_started(ours, result.profile_id, result.participant_ids)
                 # The engine may have been restarted since, unseen.
                 self._doubtful.add(ours)
+
+    async def start(self, rpc: AdminRpc, call: StepCall, body: StartProfileStep) -> StepResult:
+        """Begin one at the engine."""
+        result = await rpc.start_profile(
+            StartProfileRequest(
+                options=steps.options_of(call),
+                target=steps.targets_of(call),
+                kinds=body.kinds,
+                max_steps=body.max_steps,
+                max_duration_ms=body.max_duration_ms,
+                label=body.label,
+            )
+        )
+        self.note_started(
+            body.profile_id,
+            result.profile_id,
+            call.participant_ids,
+            is_bounded=body.max_steps is not None or body.max_duration_ms is not None,
+        )
+        return steps.succeeded(call, None)
+
+    async def stop(self, rpc: AdminRpc, call: StepCall, profile_id: str) -> StepResult:
+        """End one, and keep what its artifacts are.
+
+        Raises:
+            NotFound: no step of ours is known to have started it.
+        """
+        engine_id = await self.engine_id(profile_id, rpc)
+        if not engine_id:
+            if profile_id == profile_id_of(call.operation_id):
+                return steps.untouched(call)  # the undo of a start that never came to anything
+            raise NotFound("the engine knows of no such profile of ours; stop it on the engine's own port")
+        request = StopProfileRequest(options=steps.options_of(call), profile_id=engine_id)
+        try:
+            result: StopProfileResult = await rpc.stop_profile(request, timeout_s=call.timeout_s)
+        except (PreconditionFailed, NotFound, Conflict):
+            self.note_refused(profile_id)
+            raise
+        self.note_stopped(profile_id)
+        for artifact in result.artifacts:
+            self._artifacts.pop(artifact.uri, None)
+            self._artifacts[artifact.uri] = artifact
+        while len(self._artifacts) > ARTIFACTS_KEPT_MAX:
+            self._artifacts.pop(next(iter(self._artifacts)))
+        return StepResult(
+            participants=tuple(
+                ParticipantOutcome(
+                    participant_id=each,
+                    artifacts=tuple(
+                        artifact for artifact in result.artifacts if artifact.participant_id == each
+                    ),
+                )
+                for each in call.participant_ids
+            )
+        )
 
     async def note_ended(self, rpc: AdminRpc, profile: AdminProfile) -> None:
         """Find out whether those that end by themselves have: whoever could start another now records none (AD-46).

@@ -424,6 +424,15 @@ def refused(call: StepCall, error: IopError) -> StepResult:
     )
 
 
+def untouched(call: StepCall) -> StepResult:
+    """Nothing had to be done."""
+    return StepResult(
+        participants=tuple(
+            ParticipantOutcome(participant_id=each, changed=False) for each in call.participant_ids
+        )
+    )
+
+
 def not_verified(
     call: StepCall,
     message: str,
