@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from iop.admin.desired import Desired, PauseRecord, ReleaseRecord
 from iop.admin.enums import PauseMode, ResourceKind
 from iop.admin.profile import ParticipantInfo
-from iop.admin.requests import PauseSpec
+from iop.admin.requests import PauseSpec, Target
+from iop.admin.targets import widened
 from iop.core.errors import PreconditionFailed
 from iop.core.ids import ParticipantId
 
@@ -29,9 +30,17 @@ class PauseClaim:
 
 
 def claim_pause(
-    spec: PauseSpec, chosen: Sequence[ParticipantInfo], *, principal: str, desired: Desired
+    spec: PauseSpec,
+    chosen: Sequence[ParticipantInfo],
+    *,
+    principal: str,
+    desired: Desired,
+    binds: Target | None,
 ) -> PauseClaim:
     """Judge a pause against those that hold already.
+
+    Args:
+        binds: the selector, when it also binds participants that join later.
 
     Raises:
         PreconditionFailed: PAUSE_MODE for a softer mode on one's own pause, and for DRAIN over frozen work.
@@ -44,7 +53,9 @@ def claim_pause(
             if _is_same(pause, spec, ids):
                 return PauseClaim(existing_epoch=pause.epoch)
             _check_mode(pause, spec)
-            if spec.mode is not pause.spec.mode and set(pause.participant_ids) <= ids:
+            # One that would bind fewer than the older does leaves it to hold the rest.
+            covers = set(pause.participant_ids) <= ids and widened(binds, pause.binds) == binds
+            if spec.mode is not pause.spec.mode and covers:
                 replaces.append(pause.epoch)
         if spec.mode is PauseMode.DRAIN and has_frozen_work(pause):
             raise _pause_mode(pause, "work is frozen under it, and frozen work cannot drain")

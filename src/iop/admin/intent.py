@@ -54,7 +54,15 @@ from iop.admin.requests import (
     WeightSource,
 )
 from iop.admin.steps import profile_id_of
-from iop.admin.targets import Selection, by_group, is_of_untold_group, public_models, select, select_ids
+from iop.admin.targets import (
+    Selection,
+    binding,
+    by_group,
+    is_of_untold_group,
+    public_models,
+    select,
+    select_ids,
+)
 from iop.core.errors import NotFound, PreconditionFailed
 from iop.core.ids import GroupId, OperationId, ParticipantId
 
@@ -72,6 +80,7 @@ class Intent:
         model: public id, of an update.
         weights: the published weights concerned, where known.
         is_irreversible: what is replaced or discarded could not be put back.
+        binds: the selector, when it also binds participants that join later.
         released_away: whom a resume would let go on although it is away and holds resources back.
     """
 
@@ -87,6 +96,7 @@ class Intent:
     must_hold: bool = False
     is_irreversible: bool = False
     released_away: tuple[ParticipantId, ...] = ()
+    binds: Target | None = None
 
     @property
     def previous_version(self) -> str:
@@ -172,7 +182,11 @@ def intent_of(
 
 def _selecting(principal: str, target: Target, participants: Sequence[ParticipantInfo]) -> Intent:
     try:
-        return Intent(principal=principal, selection=select(target, participants))
+        return Intent(
+            principal=principal,
+            selection=select(target, participants),
+            binds=binding(target, participants),
+        )
     except NotFound as unknown:
         return Intent(principal=principal, selection=None, not_found=unknown)
 
@@ -276,7 +290,13 @@ def operation_facts(
             return OperationFacts(phases=flush_phases(request))
         case PauseRequest():
             try:
-                claim = claim_pause(request.pause, chosen, principal=intent.principal, desired=desired)
+                claim = claim_pause(
+                    request.pause,
+                    chosen,
+                    principal=intent.principal,
+                    desired=desired,
+                    binds=intent.binds,
+                )
             except PreconditionFailed:
                 return OperationFacts(phases=pause_phases(request))
             return OperationFacts(

@@ -84,7 +84,7 @@ def state_refusals(
             )
         case PauseRequest(pause=pause):
             try:
-                claim_pause(pause, chosen, principal=principal.name, desired=desired)
+                claim_pause(pause, chosen, principal=principal.name, desired=desired, binds=intent.binds)
             except PreconditionFailed as refusal:
                 yield refusal
         case ReleaseResourcesRequest():

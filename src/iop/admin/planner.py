@@ -21,8 +21,6 @@ from iop.admin.permissions import Principal
 from iop.admin.profile import AdminLimits, ParticipantInfo
 from iop.admin.records import OperationMoves, OperationRecord, OperationSpec, view_of
 from iop.admin.requests import (
-    AllTargets,
-    ModelTargets,
     MutationRequest,
     PauseRequest,
     PauseSpec,
@@ -38,7 +36,7 @@ from iop.admin.results import (
 )
 from iop.admin.revisions import check_revision, risen
 from iop.admin.states import Input, step
-from iop.admin.targets import affected_models, check_participants, group_members, public_models
+from iop.admin.targets import affected_models, binding, check_participants, group_members, widened
 from iop.core.errors import IopError, Overloaded, PreconditionFailed
 from iop.core.ids import OperationId, ParticipantId
 
@@ -238,8 +236,11 @@ def _with_epochs_of(
     """Epochs are allotted, and their gates closed, in the acceptance transaction (AD-14)."""
     request = spec.request
     last = max(desired.last_epoch, spec.pause_epoch if spec.creates_pause else 0)
-    if isinstance(request, PauseRequest) and spec.creates_pause:
-        desired = _with_pause(desired, spec, request.pause, request.target, participants)
+    if isinstance(request, PauseRequest):
+        if spec.creates_pause:
+            desired = _with_pause(desired, spec, request.pause, request.target, participants)
+        else:
+            desired = _bound_by(desired, spec.pause_epoch, binding(request.target, participants))
     if isinstance(request, ReleaseResourcesRequest):
         if request.pause is not None and spec.creates_pause:
             desired = _with_pause(desired, spec, request.pause, request.target, participants)
@@ -269,20 +270,16 @@ def _with_pause(
         participant_ids=spec.participant_ids,
         operation_id=spec.operation_id,
         principal=spec.principal,
-        binds=_binding(target, participants),
+        binds=binding(target, participants),
     )
     return dataclasses.replace(desired, pauses=with_item(desired.pauses, record.epoch, record))
 
 
-def _binding(target: Target, participants: Sequence[ParticipantInfo]) -> Target | None:
-    """Selectors that also hold for whoever joins later (AD-19); models by public id."""
-    match target:
-        case AllTargets():
-            return target
-        case ModelTargets():
-            return ModelTargets(models=public_models(target.models, participants))
-        case _:
-            return None
+def _bound_by(desired: Desired, epoch: int, binds: Target | None) -> Desired:
+    """A pause that is answered again binds whom the selectors of both bind (AD-19, AD-41)."""
+    pause = desired.pauses[epoch]
+    bound = dataclasses.replace(pause, binds=widened(pause.binds, binds))
+    return dataclasses.replace(desired, pauses=with_item(desired.pauses, epoch, bound))
 
 
 def _without_epochs_of(desired: Desired, record: OperationRecord) -> Desired:

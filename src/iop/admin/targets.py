@@ -14,6 +14,7 @@ from iop.core.ids import GroupId, ParticipantId
 __all__ = [
     "Selection",
     "affected_models",
+    "binding",
     "by_group",
     "check_participants",
     "group_members",
@@ -21,6 +22,7 @@ __all__ = [
     "public_models",
     "select",
     "select_ids",
+    "widened",
 ]
 
 
@@ -98,6 +100,30 @@ def public_models(names: Iterable[str], participants: Sequence[ParticipantInfo])
             details={"models": ",".join(unknown)},
         )
     return tuple(dict.fromkeys(model for model in resolved.values() if model is not None))
+
+
+def binding(target: Target, participants: Sequence[ParticipantInfo]) -> Target | None:
+    """The selector as it also holds for whoever joins later (AD-19); models by public id. None: it names its own.
+
+    Raises:
+        NotFound: MODEL_NOT_FOUND, naming the unknown ones.
+    """
+    match target:
+        case AllTargets():
+            return target
+        case ModelTargets():
+            return ModelTargets(models=public_models(target.models, participants))
+        case _:
+            return None
+
+
+def widened(one: Target | None, other: Target | None) -> Target | None:
+    """The binding that holds for everybody who joins under either."""
+    if isinstance(one, ModelTargets) and isinstance(other, ModelTargets):
+        return ModelTargets(models=tuple(dict.fromkeys((*one.models, *other.models))))
+    if isinstance(other, AllTargets) or one is None:
+        return other
+    return one
 
 
 def affected_models(chosen: Iterable[ParticipantInfo]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
-from admin_requests import ABORT, A, B, flush, options, pause, reconfigure, release, resume, update
+from admin_requests import ABORT, ALL, A, B, flush, options, pause, reconfigure, release, resume, update
 
 from iop.admin.core import CoreTiming
 from iop.admin.enums import (
@@ -21,12 +21,20 @@ from iop.admin.profile import AdminLimits
 from iop.admin.requests import (
     InlineTensor,
     InlineTensorSource,
+    ModelTargets,
     ParticipantTargets,
     ReconfigureServingRequest,
     ServingChange,
+    Target,
     TensorSpec,
 )
-from iop.admin.results import FlushCachesResult, OperationCompleted, OperationFailed, OperationPlan
+from iop.admin.results import (
+    FlushCachesResult,
+    OperationCompleted,
+    OperationFailed,
+    OperationPlan,
+    PauseResult,
+)
 from iop.core.errors import InvalidRequest, Overloaded, PreconditionFailed
 from iop.testing.admin_world import ADMIN, AdminWorld, run_world
 from iop.testing.fake_participants import ALL_CAPABILITIES, FaultKind
@@ -204,3 +212,47 @@ def test_tensors_are_not_forgotten_between_their_spooling_and_the_acceptance() -
             assert list(world.store.blobs.values()) == [b"1234"], "it is put back from here"
 
     run_world(scenario, timing=CoreTiming(expiry_period_s=10.0))
+
+
+async def joins(world: AdminWorld, group: str) -> None:
+    """A group that was away, or that nobody knew, comes."""
+    world.fleet.reconnect(group)
+    world.core.participants_changed()
+    await world.settle(5.0)
+
+
+@pytest.mark.clause("AD-19", "AD-41")
+@pytest.mark.parametrize("selector", [ALL, ModelTargets(models=("m-alias",))])
+def test_a_pause_of_everybody_that_gets_an_existing_epoch_binds_who_joins_later(selector: Target) -> None:
+    async def scenario(world: AdminWorld) -> None:
+        world.fleet.disconnect("b")
+        async with world.server():
+            await world.run(pause("named", target=A))
+            result = (await world.run(pause("everybody", target=selector)))[-1].event
+            assert isinstance(result, OperationCompleted)
+            assert isinstance(result.result, PauseResult) and result.result.pause_epoch == 1
+            await world.run(pause("named again", target=A))
+            await joins(world, "b")
+            assert not world.fleet.is_open("b/0")
+            assert all(r.paused for r in world.fleet.members("b"))
+            await world.run(resume(1))
+            await world.settle()
+            assert world.fleet.is_open("b/0")
+
+    run_world(scenario)
+
+
+@pytest.mark.clause("AD-19", "AD-41")
+def test_a_harder_pause_of_some_does_not_let_go_whom_the_older_one_binds() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        world.fleet.disconnect("b")
+        async with world.server():
+            await world.run(pause("everybody"))
+            await world.run(pause("named", ABORT, A))
+            await joins(world, "b")
+            assert not world.fleet.is_open("b/0"), "nobody ended the pause that binds it"
+            assert len((await world.core.profile(ADMIN)).pauses) == 2
+            await world.run(pause("harder", ABORT))
+            assert [p.pause_epoch for p in (await world.core.profile(ADMIN)).pauses] == [2, 3]
+
+    run_world(scenario)
