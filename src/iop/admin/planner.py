@@ -145,6 +145,10 @@ def accept(inp: PlanInput, snapshot: Snapshot) -> Acceptance:
         others[record.operation_id] = _supersede(record, spec, desired)
     spec = dataclasses.replace(spec, revision_before=desired.revision)
     desired = dataclasses.replace(_with_epochs_of(desired, spec, inp.participants), last_ordinal=spec.ordinal)
+    for record in older:
+        # The gate that is handed over is that of whoever joins later, too (AD-18, AD-19).
+        binds = snapshot.desired.pauses[record.spec.pause_epoch].binds
+        desired = _bound_by(desired, spec.pause_epoch, binds)
     record = OperationRecord(spec=spec, moves=OperationMoves())
     view = dataclasses.replace(view_of(record), last_sequence=1)
     first = Advance(

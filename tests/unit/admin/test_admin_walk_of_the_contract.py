@@ -30,6 +30,7 @@ from iop.admin.requests import (
 )
 from iop.admin.results import (
     FlushCachesResult,
+    OperationCancelled,
     OperationCompleted,
     OperationFailed,
     OperationPlan,
@@ -254,5 +255,21 @@ def test_a_harder_pause_of_some_does_not_let_go_whom_the_older_one_binds() -> No
             assert len((await world.core.profile(ADMIN)).pauses) == 2
             await world.run(pause("harder", ABORT))
             assert [p.pause_epoch for p in (await world.core.profile(ADMIN)).pauses] == [2, 3]
+
+    run_world(scenario)
+
+
+@pytest.mark.clause("AD-18", "AD-19")
+def test_a_pause_that_takes_over_a_running_one_binds_whom_that_one_binds() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        world.fleet.disconnect("b")
+        async with world.server():
+            world.fleet.arm(FaultKind.HANG, "a/0", "PauseStep")
+            older = await world.submit(pause("everybody"))
+            await world.settle()
+            assert isinstance((await world.run(pause("named", ABORT, A)))[-1].event, OperationCompleted)
+            assert isinstance((await world.finish(older))[-1].event, OperationCancelled)
+            await joins(world, "b")
+            assert not world.fleet.is_open("b/0")
 
     run_world(scenario)
