@@ -696,10 +696,12 @@ class Pools:
             for key, lane in queue.classes.items():
                 self.steps += 1
                 head = lane.head()
-                if head is None or not provider.has_room(key, self.leases, now):
+                if head is None:
                     continue
                 rank = (-head.demand.priority, head.demand.number)
-                if key.is_long not in best or rank < best[key.is_long][0]:
+                if key.is_long in best and rank >= best[key.is_long][0]:
+                    continue
+                if provider.has_room(key, self.leases, now):
                     best[key.is_long] = (rank, model_id, key, head)
         if not best:
             return None
