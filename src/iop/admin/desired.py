@@ -59,6 +59,9 @@ class PauseRecord:
         """Whether the pause holds this participant, named or bound later."""
         if participant.participant_id in self.participant_ids:
             return True
+        # A group whose members nobody had told was skipped under its own id.
+        if ParticipantId(participant.group_id) in self.participant_ids:
+            return True
         match self.binds:
             case AllTargets():
                 return True

@@ -6,9 +6,23 @@ import asyncio
 import dataclasses
 
 import pytest
-from admin_requests import ABORT, ALL, A, B, flush, options, pause, reconfigure, release, resume, update
+from admin_requests import (
+    ABORT,
+    ALL,
+    DRAIN,
+    A,
+    B,
+    flush,
+    options,
+    pause,
+    reconfigure,
+    release,
+    resume,
+    update,
+)
 
 from iop.admin.core import CoreTiming
+from iop.admin.desired import PauseRecord
 from iop.admin.enums import (
     BusyPolicy,
     CacheKind,
@@ -17,7 +31,7 @@ from iop.admin.enums import (
     ResourceKind,
     TensorDtype,
 )
-from iop.admin.profile import AdminLimits
+from iop.admin.profile import AdminLimits, ParticipantInfo
 from iop.admin.requests import (
     InlineTensor,
     InlineTensorSource,
@@ -37,6 +51,7 @@ from iop.admin.results import (
     PauseResult,
 )
 from iop.core.errors import InvalidRequest, Overloaded, PreconditionFailed
+from iop.core.ids import GroupId, OperationId, ParticipantId
 from iop.testing.admin_world import ADMIN, AdminWorld, run_world
 from iop.testing.fake_participants import ALL_CAPABILITIES, FaultKind
 
@@ -273,3 +288,25 @@ def test_a_pause_that_takes_over_a_running_one_binds_whom_that_one_binds() -> No
             assert not world.fleet.is_open("b/0")
 
     run_world(scenario)
+
+
+@pytest.mark.clause("AD-29", "AD-19")
+def test_the_rest_of_a_pause_holds_a_group_that_nobody_had_told_when_its_members_are_told() -> None:
+    rest = PauseRecord(
+        epoch=1,
+        spec=DRAIN,
+        participant_ids=(ParticipantId("n1/a/0"), ParticipantId("n2/b")),
+        operation_id=OperationId("op"),
+        principal="root",
+    )
+
+    def rank(participant: str, group: str) -> ParticipantInfo:
+        return ParticipantInfo(
+            participant_id=ParticipantId(participant),
+            group_id=GroupId(group),
+            capabilities=ALL_CAPABILITIES,
+        )
+
+    assert rest.covers(rank("n1/a/0", "n1/a"))
+    assert not rest.covers(rank("n1/a/1", "n1/a"))
+    assert rest.covers(rank("n2/b/0", "n2/b"))
