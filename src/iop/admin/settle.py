@@ -111,9 +111,18 @@ def committed(
     desired = dataclasses.replace(
         snapshot.desired, weights=with_item(snapshot.desired.weights, weights.model, weights)
     )
-    desired = _without_released(desired, frozenset(record.spec.participant_ids), {ResourceKind.WEIGHTS})
+    desired = _without_released(desired, _bound(desired, record), {ResourceKind.WEIGHTS})
     moves = dataclasses.replace(record.moves, committed=True, phase_index=phase_index)
     return Advance(moves=moves, desired=desired)
+
+
+def _bound(desired: Desired, record: OperationRecord) -> frozenset[ParticipantId]:
+    """Whom a published version binds among those that have something released: who is away gets it back, too, with
+    the version, when it returns (AD-19, AD-45).
+    """
+    ids, skipped = frozenset(record.spec.participant_ids), record.spec.skipped
+    held = {p for release in desired.releases.values() for p in release.remaining}
+    return ids | {p for p in held if p in skipped or any(p.startswith(f"{s}/") for s in skipped)}
 
 
 def completed(

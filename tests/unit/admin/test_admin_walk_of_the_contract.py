@@ -310,3 +310,27 @@ def test_the_rest_of_a_pause_holds_a_group_that_nobody_had_told_when_its_members
     assert rest.covers(rank("n1/a/0", "n1/a"))
     assert not rest.covers(rank("n1/a/1", "n1/a"))
     assert rest.covers(rank("n2/b/0", "n2/b"))
+
+
+@pytest.mark.clause("AD-45", "AD-42", "AD-35")
+def test_an_update_over_released_weights_also_ends_the_release_of_who_is_away() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        async with world.server():
+            await world.run(release("give", ResourceKind.WEIGHTS))
+            world.fleet.disconnect("b")
+            world.core.participants_changed()
+            await world.settle()
+            assert isinstance((await world.run(update("v1", quiesce=None)))[-1].event, OperationCompleted)
+            assert not (await world.core.profile(ADMIN)).releases
+            assert isinstance((await world.run(resume(1)))[-1].event, OperationCompleted)
+            await joins(world, "b")
+            for rank in world.fleet.ranks.values():
+                assert (rank.label, rank.content, rank.released, rank.paused) == (
+                    "v1",
+                    "/weights/v1",
+                    set(),
+                    False,
+                )
+                assert world.fleet.is_open(rank.participant_id)
+
+    run_world(scenario)
