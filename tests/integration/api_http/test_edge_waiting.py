@@ -69,7 +69,7 @@ async def waiting_caller(
     return caller
 
 
-@pytest.mark.clause("EN-110", "SF-03")
+@pytest.mark.clause("EN-110", "SF-03", "SF-13")
 async def test_a_waiting_stream_hears_its_place_get_better_and_then_its_answer() -> None:
     async with fleet_of(capacity=1, queue=PATIENT) as fleet:
         door = Door(fleet)
@@ -85,7 +85,9 @@ async def test_a_waiting_stream_hears_its_place_get_better_and_then_its_answer()
         door.may_end.set()
         rest = await second.read_until(b"0\r\n")
         assert b"hello" in rest and b"data: [DONE]\n\n" in rest
-        assert b"x-iop-weight-version-last: " in await second.read_until(b"\r\n\r\n")
+        trailers = await second.read_until(b"\r\n\r\n")
+        assert b"x-iop-weight-version-last: " in trailers
+        assert b"x-iop-provider: p-" in trailers and b"x-iop-converted" not in trailers
         await fleet.settled()
         assert fleet.outcome("second") is Outcome.COMPLETE
         assert fleet.outcome("first") is Outcome.CLIENT_CANCELLED
@@ -283,6 +285,8 @@ async def test_a_converted_stream_waits_in_the_callers_dialect(is_refused: bool)
             assert b"event: error\n" in seen and b"too long" in seen and b"message_stop" not in seen
         else:
             assert b"event: message_start\n" in seen and b"hello" in seen and b"event: message_stop\n" in seen
+        trailers = await caller.read_until(b"\r\n\r\n")
+        assert b"x-iop-converted: chat_completions\r\n" in trailers and b"x-iop-provider: p-" in trailers
         await fleet.settled()
 
 

@@ -68,6 +68,9 @@ __all__ = ["DispatchPort", "EdgeHttp"]
 
 _VIA_FIELD: Final = VIA_FIELD.encode("ascii")
 
+_TOLD_LATE: Final = frozenset({b"x-iop-provider", b"x-iop-converted", b"x-iop-dropped"})
+"""What a stream that was begun while it waited tells in its trailers."""
+
 
 class DispatchPort(Protocol):
     """What this surface asks of dispatch; ``iop.edge.dispatch.Dispatcher`` implements it."""
@@ -459,15 +462,6 @@ class EdgeHttp:
         # A KEEP pause may have held the whole answer while the weights changed: name those that it began under.
         version = handle.version_begun
 
-        def trailers() -> HeaderList:
-            last = handle.weight_version
-            return (
-                [(b"x-iop-weight-version-last", last.encode("utf-8", "replace"))]
-                if last != version or exchange.is_early  # then no header told the first one
-                else []
-            )
-
-        exchange.trailers = trailers
         headers: HeaderList = [
             (b"x-request-id", visit.request_id.encode("ascii")),
             (b"x-iop-queue-ms", b"%d" % handle.queue_ms),
@@ -477,6 +471,20 @@ class EdgeHttp:
             headers.append((b"x-iop-queue-position", b"%d" % handle.queue_position))
         if self._find_snapshot().shows_provider:
             headers.append((b"x-iop-provider", handle.provider_name.encode("ascii", "replace")))
+
+        def trailers() -> HeaderList:
+            last = handle.weight_version
+            if (
+                exchange.is_early
+            ):  # no header told whose answer it is, nor what was converted or let go for it
+                told = [field for field in headers if field[0] in _TOLD_LATE]
+            elif last == version:
+                return []
+            else:
+                told = []
+            return [*told, (b"x-iop-weight-version-last", last.encode("utf-8", "replace"))]
+
+        exchange.trailers = trailers
         return headers
 
     def _answer_estimate(self, exchange: Exchange, visit: Visit, fields: RequestFields) -> None:
