@@ -79,7 +79,7 @@ def state_refusals(
         case ResumeRequest() if intent.released_away:
             yield PreconditionFailed(
                 f"resources are released and their participants are away: {', '.join(intent.released_away)}",
-                reason=Legality.RESOURCES_RELEASED.value,
+                reason="RESOURCES_RELEASED",
                 details={"participants": ",".join(intent.released_away)},
             )
         case PauseRequest(pause=pause):
