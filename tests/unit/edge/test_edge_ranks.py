@@ -93,6 +93,7 @@ def test_a_rank_that_nobody_has_is_refused_with_those_there_are(pools: Pools) ->
     assert pools.ranks_of(FAST) == {0, 1, 2, 3}
 
 
+@pytest.mark.clause("SF-22")
 def test_only_ranks_of_who_offers_the_operation_are_named(pools: Pools) -> None:
     """A rank that an embedding engine of the pool has is none that a generation could be sent to."""
     specs = {
@@ -101,6 +102,7 @@ def test_only_ranks_of_who_offers_the_operation_are_named(pools: Pools) -> None:
     }
     pools.apply_snapshot(snapshot_of(specs, {"fast": list(specs)}, revision=2), now=1.0)
     tell(pools, 1.0, left={0, 1}, right={2, 3})
+    assert pools.ranks_of(FAST) == {0, 1}, "what is advertised is accepted"
     refused = [pools.acquire(demand(rank), now=1.0) for rank in (2, 3)]
     assert [(each.reason, each.details) for each in refused if isinstance(each, Refusal)] == [
         (RefusalReason.TARGET_RANK_NOT_SERVED, {"ranks": "0-1"})

@@ -16,7 +16,15 @@ from math import ceil
 from msgspec.structs import replace
 
 from iop.core.ids import Generation, LeaseId, ModelId, NodeId, ProviderId
-from iop.edge.calls import PRIORITY_MAX, PRIORITY_MIN, SIDE_OPERATIONS, ProviderKey, Route, ServedTarget
+from iop.edge.calls import (
+    GENERATIONS,
+    PRIORITY_MAX,
+    PRIORITY_MIN,
+    SIDE_OPERATIONS,
+    ProviderKey,
+    Route,
+    ServedTarget,
+)
 from iop.edge.pools import figures
 from iop.edge.pools.breaker import Breaker, Verdict
 from iop.edge.pools.gates import OPEN_GATE, RECONCILE_GATE, GateMode, ProviderGate
@@ -436,9 +444,10 @@ class Pools:
         return provider is not None and operation in provider.served
 
     def ranks_of(self, model_id: ModelId) -> frozenset[int]:
-        """The data-parallel ranks that can be asked for: of all enabled providers, also of those that are away."""
+        """The data-parallel ranks that a generation can ask for, also of enabled providers that are away."""
         members = self._members.get(model_id, ())
-        return frozenset().union(*(p.ranks_of(model_id) for _, p in members if p.is_enabled))
+        able = (p for _, p in members if p.is_enabled and not p.served.isdisjoint(GENERATIONS))
+        return frozenset().union(*(p.ranks_of(model_id) for p in able))
 
     def has_live(self, demand: Demand) -> bool:
         """Whether somebody is there who could serve this demand, however busy."""
