@@ -117,7 +117,10 @@ class SurfaceMatrix:
             long += adapter.long_capacity
             told = decode_facts(report.capabilities.get(MODEL_FACTS + member.target, "{}"))
             facts.append(told)
-            ranks |= read_ranks(report.capabilities.get(RANKS_CAPABILITY + member.target, ""))
+            if not self._offered(member.key, adapter).isdisjoint(
+                RUN_OPERATIONS
+            ):  # what OpenEngine calls become
+                ranks |= read_ranks(report.capabilities.get(RANKS_CAPABILITY + member.target, ""))
         lengths = [each.context_tokens for each in facts]
         known = [length for length in lengths if length is not None]
         return {
