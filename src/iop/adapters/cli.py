@@ -184,6 +184,12 @@ class CliAdapter(Controlled):
             if self._is_closed:
                 raise Unavailable("the adapter is closed")
             prompt_of = _prompt(request)
+            await self.probe()
+            if self._health is Health.OFFLINE:
+                # Nothing ran, so another provider may have it (EN-112).
+                return _failed(
+                    StreamErrorCode.CONNECT_FAILED, self._reason, retryable=True, before_start=True
+                )
             workspace = await self._workspaces.take(
                 root=request.workspace, run_id=request.run_id, session_id=request.session_id
             )

@@ -43,6 +43,7 @@ class Trtllm:
     does_nothing: bool = False
     is_failed: bool = False
     is_busy: bool = False
+    has_troubles: bool = False
     parked: set[str] = field(default_factory=set)
     nonces: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
@@ -76,6 +77,8 @@ class Trtllm:
         return is_fresh and request.header("x-trtllm-runtime-control-auth") == wanted
 
     def _memory(self, request: UpstreamRequest) -> tuple[str, object]:
+        if self.has_troubles:
+            return "503 Service Unavailable", {"error": "later"}
         if request.path == "/memory_status":
             state = "failed" if self.is_failed else "parked" if self.parked else "running"
             return "200 OK", {"state": state, "parked_tags": sorted(self.parked)}
@@ -156,6 +159,21 @@ async def test_a_success_that_parked_nothing_fails_and_another_transition_is_tol
         assert outcome.error is not None
         assert outcome.error.code is AdminErrorCode.REFUSED_BUSY
         assert outcome.error.retryable
+
+
+@pytest.mark.clause("AD-37", "AD-43")
+async def test_an_engine_that_does_not_tell_what_it_has_parked_is_not_called_whole() -> None:
+    engine = Trtllm()
+    async with in_front_of(engine) as adapter:
+        await do(adapter, PAUSE)
+        await do(adapter, release(*BOTH))
+        engine.has_troubles = True
+        (back,) = await adapter.read_back([adapter.participants()[0].participant_id])
+        assert not back.reachable
+        (info,) = adapter.participants()
+        assert info.capabilities.operations >= MEMORY
+        engine.has_troubles = False
+        assert await released(adapter) == set(BOTH)
 
 
 @pytest.mark.clause("AD-15")

@@ -19,6 +19,7 @@ from iop.adapters.cli_output import JsonLinesReader, TextReader
 from iop.adapters.registry import create_adapter
 from iop.core.errors import InvalidRequest
 from iop.core.ids import RunId, SessionId
+from iop.testing import adapter_suite
 from iop.testing.adapter_suite import RunRecorder, SystemTestClock
 from iop.testing.waiting import PATIENCE_S, SOON_S, eventually
 from iop.wire.messages import AdapterConfig, CliSettings, RunEventType, RunRequest
@@ -56,6 +57,12 @@ elif mode == "file":
 elif mode == "lines":
     for line in sys.stdin.read().split("|"):
         print(line, flush=True)
+elif mode == "counts":
+    for number in range(int(sys.stdin.read())):
+        print(json.dumps({"type": "text", "text": f"word {number} "}), flush=True)
+        while os.path.exists(sys.argv[2]):
+            time.sleep(0.01)
+    print(json.dumps({"type": "result", "usage": {"input_tokens": 1, "output_tokens": number + 1}}))
 elif mode == "hydra":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tag = sys.argv[2]
@@ -123,12 +130,13 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def rig_for(agent: Path, *arguments: str, **settings: Any) -> AsyncIterator[Rig]:
-    values: dict[str, Any] = {"start_timeout_sec": 60, **settings}
+    command = (sys.executable, "-S", str(agent), *arguments)
+    values: dict[str, Any] = {"start_timeout_sec": 60, "command": command, **settings}
     config = AdapterConfig(
         name="main",
         type="cli",
         targets=("model-x",),
-        settings=CliSettings(command=(sys.executable, "-S", str(agent), *arguments), **values),
+        settings=CliSettings(**values),
     )
     services = AdapterServices(
         clock=SystemTestClock(),
@@ -153,6 +161,40 @@ def processes_with(tag: str) -> list[str]:
                 if tag.encode() in command and state != b"Z":
                     found.append(entry.name)
     return found
+
+
+@dataclass
+class Harness(Rig):
+    """An agent that gives as many words as it is asked for, and waits after the next while a file is there."""
+
+    held: Path = Path()
+
+    def request(self, text: str = "", *, max_tokens: int = 8, **more: Any) -> RunRequest:  # type: ignore[override]
+        return super().request(text or str(max_tokens), **more)
+
+    def hold(self) -> None:
+        self.held.touch()
+
+    def engine_in_flight(self) -> int:
+        return min(1, len(processes_with(str(self.held))))
+
+    @contextlib.asynccontextmanager
+    async def unreachable(self) -> AsyncIterator[Adapter]:
+        async with rig_for(self.held.with_name("agent.py"), command=("/no/such/agent",)) as rig:
+            yield rig.adapter
+
+
+@pytest.fixture
+async def harness(agent: Path) -> AsyncIterator[Harness]:
+    held = agent.with_name("held")
+    async with rig_for(agent, "counts", str(held), output="json_lines") as rig:
+        yield Harness(rig.adapter, rig.root, held)
+
+
+@pytest.mark.clause("EN-40", "EN-43", "EN-56", "EN-70", "EN-102", "EN-112", "EN-117")
+@pytest.mark.skipif(not LINUX, reason="sees processes in /proc")
+class TestSharedRunSuite(adapter_suite.RunSuite):
+    pass
 
 
 @pytest.mark.clause("EN-43")
@@ -284,7 +326,8 @@ async def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
     run = await rig.run(rig.request("x"))
     assert run.terminal is not None
     assert run.terminal.error is not None
-    assert "127" in run.terminal.error.message
+    assert "not installed" in run.terminal.error.message
+    assert not (tmp_path / "work").exists(), "it was not even begun"
 
 
 @pytest.mark.clause("EN-102")

@@ -144,6 +144,8 @@ class TrtllmControl(NativeControl):
             if exc.reason == "ENGINE_REFUSES_KEY":
                 return KEY_REFUSED
             raise
+        if answer.status >= 500:  # what is parked is not known, which is not nothing
+            raise Unavailable(f"the engine does not tell what it has parked: {answer.words}")
         if not answer.is_ok:
             return NEEDS_SLEEP_MODE
         memory = answer.read(_Memory)
