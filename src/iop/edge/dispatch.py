@@ -515,6 +515,7 @@ class Dispatcher:
             attempt.lease,
             error,
             lambda wanted: self.pools.may_be_told(wanted, attempt.lease, now=now),
+            was_put=True,
         )
 
     # ---- inner ----
@@ -551,19 +552,25 @@ class Dispatcher:
         Raises:
             IopError: ``error``, if none of them is there.
         """
-        if not self._bar(handle, lease, error, self.pools.has_live):
+        if not self._bar(handle, lease, error, self.pools.has_live, was_put=False):
             handle.settle_unserved(Outcome.REJECTED, error.reason)
             raise error
         return self.pools.acquire_again(handle.demand, now=self._loop.time())
 
     def _bar(
-        self, handle: DispatchHandle, lease: Lease, error: IopError, is_there: Callable[[Demand], bool]
+        self,
+        handle: DispatchHandle,
+        lease: Lease,
+        error: IopError,
+        is_there: Callable[[Demand], bool],
+        *,
+        was_put: bool,
     ) -> bool:
         """Leave out who is asked like the provider of this lease; False, and all as it was, if nobody else is there."""
         demand = handle.demand
         wanted = replace(
             demand,
-            barred=demand.barred | {self.pools.way_of(lease, demand.operation)},
+            barred=demand.barred | {self.pools.way_of(lease, demand.operation, was_put=was_put)},
             run_id=self._new_run_id(),
         )
         if self.is_closing or not is_there(wanted):

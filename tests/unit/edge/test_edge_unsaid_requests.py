@@ -134,6 +134,23 @@ async def test_every_way_is_tried_once_and_the_last_refusal_is_told(make_edge):
     assert {each["why"] for each in told["candidates"][:3]} == {"cannot be told a field of this request"}
 
 
+@pytest.mark.clause("SF-10", "EN-101")
+async def test_what_cannot_be_put_as_a_run_is_converted_for_one_server_not_for_each(make_edge):
+    """A conversion may cost milliseconds, and says the same for every server that a run would go to."""
+    server = replace(RUN, type="openengine")
+    edge, _ = await fleet(make_edge, *[server] * 5, RUN)
+    asked = []
+
+    def prepare(target):
+        asked.append(target.key.node)
+        raise CannotBeSaidError(InvalidRequest("not here", reason="UNSUPPORTED_FIELD"))
+
+    with pytest.raises(InvalidRequest, match="not here"):
+        await edge.dispatcher.dispatch(request_of("fast", operation="messages"), prepare)
+    assert len(asked) == 1
+    assert len(edge.pools.leases) == 0
+
+
 @pytest.mark.clause("SF-10", "EN-114")
 @pytest.mark.parametrize("is_told_by_run", [False, True])
 async def test_who_waited_for_one_that_left_the_pool_hears_what_was_in_the_way(make_edge, is_told_by_run):

@@ -468,10 +468,16 @@ class Pools:
             for _, p in self._members.get(demand.model, ())
         )
 
-    def way_of(self, lease: Lease, operation: str) -> str:
-        """In which way the provider of a lease is asked for an operation, as it is known now."""
+    def way_of(self, lease: Lease, operation: str, *, was_put: bool) -> str:
+        """In which way the provider of a lease is asked for an operation, as it is known now.
+
+        ``was_put``: it could be put so, and was refused by whoever took it.
+        """
         provider = self._providers.get(lease.key)
-        return "" if provider is None else provider.way(operation)
+        if provider is None:
+            return ""
+        put, taken = provider.ways(operation)
+        return taken if was_put else put
 
     def served_target(self, lease: Lease) -> ServedTarget:
         """What a surface needs to know to build the body under this lease (EN-54)."""

@@ -26,7 +26,7 @@ class Demand(Struct, frozen=True, kw_only=True):
         number: order of arrival at the Edge, from ``Pools.new_number``; kept over all attempts of a request.
         tried: providers at which earlier attempts of the request failed; others go first.
         target_rank: the data-parallel rank that shall serve it; ``None``: any, as the engine likes (SF-21).
-        barred: ways of asking a provider in which the request cannot be said (SF-10), as ``Provider.way`` names them.
+        barred: ways of asking a provider in which the request cannot be said (SF-10), as ``Provider.ways`` names them.
     """
 
     model: ModelId

@@ -128,7 +128,7 @@ class Provider:
         return (
             key.operation in self.served
             and (not key.is_long or self.long_capacity > 0)
-            and (not key.barred or self.way(key.operation) not in key.barred)
+            and (not key.barred or key.barred.isdisjoint(self.ways(key.operation)))
             and (key.at is None or key.at.rank in self.ranks_of(key.at.model))
         )
 
@@ -136,14 +136,16 @@ class Provider:
         """The data-parallel ranks of its engine that can be asked for when it serves this model."""
         return self.told_ranks.get(self.targets.get(model, ""), _NO_RANKS)
 
-    def way(self, operation: str) -> str:
-        """In which of the ways there are it is asked for an operation; two of one way can be told the same (SF-10).
+    def ways(self, operation: str) -> tuple[str, str]:
+        """In which of the ways there are it is asked for an operation: how it is put, and who takes it so (SF-10).
 
-        Of a tunnel that is the operation of its own, of a run what takes it.
+        What cannot be put in a way cannot be told anybody who is asked in it. What one provider had no words for, nobody
+        of the same second name has: of a tunnel those who offer the same operation, of a run those of its type.
         """
         if self.spec.route is Route.RUN:
-            return f"run {self.key if self.spec.type in _UNLIKE else self.spec.type}"
-        return next((name for name in ways_to(operation) if name in self.offered), "")
+            return "run", f"run {self.key if self.spec.type in _UNLIKE else self.spec.type}"
+        way = next((name for name in ways_to(operation) if name in self.offered), "")
+        return way, way
 
     def has_room(self, key: ClassKey, leases: LeaseBook, now: float) -> bool:
         """Whether a demand of this class may begin here now."""
