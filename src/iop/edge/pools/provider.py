@@ -139,8 +139,8 @@ class Provider:
     def ways(self, operation: str) -> tuple[str, str]:
         """In which of the ways there are it is asked for an operation: how it is put, and who takes it so (SF-10).
 
-        What cannot be put in a way cannot be told anybody who is asked in it. What one provider had no words for, nobody
-        of the same second name has: of a tunnel those who offer the same operation, of a run those of its type.
+        What cannot be put in a way cannot be told anybody who is asked in it. What one provider had no words for,
+        nobody of the same second name has: of a tunnel those who offer the same operation, of a run those of its type.
         """
         if self.spec.route is Route.RUN:
             return "run", f"run {self.key if self.spec.type in _UNLIKE else self.spec.type}"
