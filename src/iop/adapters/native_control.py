@@ -34,6 +34,9 @@ from iop.wire.messages import OpenAICompatSettings
 
 _log = logging.getLogger(__name__)
 
+LOAD_MAX: Final = 2**31
+"""Requests that an engine can have; what it tells above that is no count, and goes into no result."""
+
 UNHEALTHY: Final = "ENGINE_UNHEALTHY"
 """Reason of an engine that answers, and says that it cannot serve."""
 
@@ -221,7 +224,7 @@ class NativeControl(GateControl, abc.ABC):
 
     def _load(self) -> int:
         seen = self._seen
-        return (seen.in_flight or 0) + (seen.queued or 0) if seen is not None else 0
+        return min(LOAD_MAX, (seen.in_flight or 0) + (seen.queued or 0)) if seen is not None else 0
 
     async def _is_idle(self) -> bool:
         """Whether neither we nor, as far as it tells, anybody else has a request at the engine."""

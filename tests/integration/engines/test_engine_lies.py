@@ -174,6 +174,32 @@ async def test_nonsense_ends_no_adapter_and_goes_no_further(kind: str, route: st
         assert adapter.snapshot().health in Health
 
 
+@pytest.mark.clause("AD-37")
+@pytest.mark.parametrize("files", [["a\0b"], ["m.gguf", "/models/n.gguf"], ["/models/m.gguf", ""]])
+async def test_a_router_whose_files_have_no_path_is_looked_at_all_the_same(files: list[str]) -> None:
+    engine = ReplayEngine(unknown=Answer(404, b""))
+    loaded = [{"value": "unloaded", "args": ["-m", file]} for file in files]
+    listing = [{"id": f"m{number}", "status": status} for number, status in enumerate(loaded)]
+    engine.routes = {
+        "GET /props": Answer.of({"role": "router"}),
+        "GET /v1/models": Answer.of({"data": listing}),
+    }
+    async with facing("llamacpp", engine) as adapter:
+        (info,) = adapter.participants()
+        assert info.models == tuple(f"m{number}" for number in range(len(files)))
+        assert (await read_back(adapter)).reachable
+
+
+@pytest.mark.clause("AD-47")
+async def test_a_size_that_no_server_has_is_none() -> None:
+    vllm = VllmReplay(data_parallel_max=10**30)
+    vllm.ranks, vllm.data_parallel = 10**20, 10**20
+    async with facing("vllm", vllm) as adapter:
+        (info,) = adapter.participants()
+        assert info.capabilities.data_parallel_size_max == 1
+        assert (await read_back(adapter)).serving == ()
+
+
 @pytest.mark.clause("AD-32", "AD-45")
 async def test_a_trainer_that_is_gone_before_it_begins_costs_no_way_back(tmp_path: Path) -> None:
     save_file({"head": np.zeros((2, 3), np.float32)}, tmp_path / "model.safetensors")

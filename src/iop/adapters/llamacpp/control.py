@@ -427,7 +427,10 @@ def _source_of(files: list[str]) -> DiskSource | None:
     """Where the router itself reads them again."""
     if not files:
         return None
-    path = files[0] if len(files) == 1 else os.path.commonpath(files)
+    try:
+        path = files[0] if len(files) == 1 else os.path.commonpath(files)
+    except ValueError:  # relative ones among absolute ones
+        return None
     return DiskSource(path=path, format=WeightFormat.GGUF)
 
 
@@ -442,7 +445,7 @@ def _label_of(models: Sequence[str], files: Sequence[str]) -> str:
     for file in files:
         try:
             seen = Path(file).stat()
-        except OSError:
+        except (OSError, ValueError):  # the latter for what is no path
             continue
         marks.append(f"{file}:{seen.st_size}:{seen.st_mtime_ns}")
     name = models[0] if len(models) == 1 else f"{models[0]}+{len(models) - 1}"

@@ -16,6 +16,9 @@ _SAMPLE: Final = re.compile(rb"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? ([0-9.eE
 VALUE_MAX: Final = 2.0**53
 """No count and no time is larger; what is said to be, infinite even, is not told."""
 
+RANKS_MAX: Final = 2**20
+"""More, no server has: its answer is nonsense."""
+
 SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
 
 _WANTED: Final = (
@@ -155,7 +158,7 @@ class Launch:
             transfer=str(_section(config, "weight_transfer_config").get("backend") or ""),
             unpickles=str(info.vllm_env.get("VLLM_ALLOW_INSECURE_SERIALIZATION")).lower() in {"true", "1"},
             elastic=parallel.get("enable_elastic_ep") is True,
-            data_parallel_max=size_max if type(size_max) is int and size_max > 0 else 1,
+            data_parallel_max=size_max if type(size_max) is int and 0 < size_max <= RANKS_MAX else 1,
         )
 
 

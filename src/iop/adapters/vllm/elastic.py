@@ -11,16 +11,13 @@ from typing import Final
 
 from iop.adapters.engine_http import EngineHttp
 from iop.adapters.gate_control import ENGINE, StepFailed, not_verified
-from iop.adapters.vllm.answers import IsScaling, WorldSize
+from iop.adapters.vllm.answers import RANKS_MAX, IsScaling, WorldSize
 from iop.admin.enums import AdminErrorCode, ChangeDisposition, ReconfigurableField
 from iop.admin.requests import ServingChange
 from iop.admin.results import ChangeResult
 from iop.core.errors import DeadlineExceeded, IopError, PreconditionFailed
 
 SCALE_ROUTE: Final = "/scale_elastic_ep"
-
-RANKS_MAX: Final = 2**20
-"""More, no server has: its answer is nonsense."""
 
 SIZE: Final = ReconfigurableField.DATA_PARALLEL_SIZE
 
