@@ -227,3 +227,14 @@ def test_a_stream_to_a_chat_keeps_no_scores_that_it_has_told() -> None:
     converter = AnswerConverter(ResponsesReader(), writer)
     assert len(played(converter, sse(delta("a", A), delta("b", B)), 10_000)) == 4
     assert [block.scores for block in writer.blocks.all] == [[]]
+
+
+def test_late_scores_are_told_once_for_each_part_of_a_response() -> None:
+    def done(part: int, *scores: Any) -> dict[str, Any]:
+        place = {"output_index": 0, "content_index": part, "item_id": "o"}
+        return {"type": "response.output_text.done", **place, "text": "a", "logprobs": list(scores)}
+
+    second = delta("bc") | {"content_index": 1}
+    got = played(to_chat(), sse(delta("a"), done(0, A), done(0, A), second, done(1, B, C)), 10_000)
+    told = [event["choices"][0]["logprobs"] for event in got if event.get("choices")]
+    assert bare([each for logprobs in told for each in (logprobs or {}).get("content", [])]) == WANTED

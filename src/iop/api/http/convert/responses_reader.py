@@ -42,8 +42,8 @@ class ResponsesReader:
         """Calls that began, by the place of their item; whether any of their arguments came."""
         self._told: set[int] = set()
         """Places of other items of which a delta came."""
-        self._scored: set[int] = set()
-        """Places of texts whose deltas told log probabilities."""
+        self._scored: set[tuple[int, int]] = set()
+        """Texts, by their item's place and their own in it, whose log probabilities were told."""
         self._summarised: dict[int, int] = {}
         """Reasoning told by summaries: which part of it came last."""
         self.is_finished = False
@@ -62,11 +62,13 @@ class ResponsesReader:
             case "response.output_text.delta":
                 scores = read_scores(value.get("logprobs"))
                 if scores:
-                    self._scored.add(place)
+                    self._scored.add((place, as_int(value.get("content_index"))))
                 return self._grow(place, Text(text=as_str(value.get("delta")), scores=scores))
-            case "response.output_text.done" if place in self._told and place not in self._scored:
+            case "response.output_text.done" if place in self._told:
                 # Some engines tell them only of the text as a whole.
-                scores = read_scores(value.get("logprobs"))
+                part = (place, as_int(value.get("content_index")))
+                scores = () if part in self._scored else read_scores(value.get("logprobs"))
+                self._scored.add(part)
                 return [Text(text="", scores=scores)] if scores else []
             case "response.refusal.delta":
                 return self._grow(place, Text(text=as_str(value.get("delta")), is_refusal=True))
