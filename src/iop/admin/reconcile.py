@@ -109,11 +109,15 @@ def _published(desired: Desired, member: ParticipantInfo) -> list[WeightRecord]:
 
 
 def _has_weights(weights: WeightRecord, member: ParticipantInfo, seen: ParticipantReadBack) -> bool:
-    """Same label, and where both digests are known the same content: labels recur, identities do not."""
+    """Same label and, where content is told, the same content: labels recur, identities do not.
+
+    Of who joined after the version was verified no content is known: it is loaded there once, and noted.
+    """
     if seen.weight_version != weights.version:
         return False
-    expected = weights.digests.get(member.participant_id, b"")
-    return not (expected and seen.content_digest) or expected == seen.content_digest
+    if not (weights.digests and seen.content_digest):
+        return True
+    return weights.digests.get(member.participant_id, b"") == seen.content_digest
 
 
 def remedy_for(

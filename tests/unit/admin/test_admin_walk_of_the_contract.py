@@ -50,6 +50,7 @@ from iop.admin.results import (
     OperationPlan,
     PauseResult,
 )
+from iop.admin.steps import ApplyWeightsStep
 from iop.core.errors import InvalidRequest, Overloaded, PreconditionFailed
 from iop.core.ids import GroupId, OperationId, ParticipantId
 from iop.testing.admin_world import ADMIN, AdminWorld, run_world
@@ -332,5 +333,25 @@ def test_an_update_over_released_weights_also_ends_the_release_of_who_is_away() 
                     False,
                 )
                 assert world.fleet.is_open(rank.participant_id)
+
+    run_world(scenario)
+
+
+@pytest.mark.clause("AD-35", "AD-37")
+def test_who_joins_with_other_weights_under_the_published_label_gets_the_published_ones() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        world.fleet.disconnect("b")
+        async with world.server():
+            await world.run(update("v1"))
+            for rank in world.fleet.members("b"):
+                rank.label, rank.content = "v1", "somebody else's v1"
+            await joins(world, "b")
+            assert {r.content for r in world.fleet.members("b")} == {"/weights/v1"}
+            assert world.fleet.is_open("b/0")
+            # Once: from then on its content is known.
+            loads = len([c for c in world.fleet.calls if isinstance(c.body, ApplyWeightsStep)])
+            await joins(world, "b")
+            await world.settle(100.0)
+            assert len([c for c in world.fleet.calls if isinstance(c.body, ApplyWeightsStep)]) == loads
 
     run_world(scenario)
