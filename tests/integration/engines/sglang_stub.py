@@ -126,6 +126,8 @@ class Sglang(ReplayEngine):
         if not self.has_bracket:
             return self.unknown
         assert asked.body == {"selector": "target"}
+        if self.is_open:
+            return Answer.of({"success": False, "message": "a weight update is in progress"}, 400)
         self.is_open = True
         return Answer.of({"success": True, "message": ""})
 

@@ -222,6 +222,32 @@ async def test_a_trainer_that_is_gone_before_it_begins_costs_no_way_back(tmp_pat
         assert "/collective_rpc" in vllm.posts(), "what it started with is read again"
 
 
+@pytest.mark.clause("AD-32", "AD-45")
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_an_update_of_sglang_that_broke_off_does_not_stand_in_the_way_of_the_next(
+    is_ours: bool,
+) -> None:
+    sglang = Sglang()
+    takes = sglang.routes["POST /update_weights_from_tensor"]
+    apply = ApplyWeightsStep(model="m", source=shared("head", "one device"), weight_version="v2")
+    async with facing("sglang", sglang) as adapter:
+        await do(adapter, PAUSE)
+        if is_ours:
+            sglang.routes["POST /update_weights_from_tensor"] = Answer.of(
+                {"success": False, "message": "invalid resource handle"}, 400
+            )
+            (outcome,) = (await do(adapter, apply)).participants
+            assert outcome.error is not None
+            assert outcome.changed
+            assert not sglang.is_open
+        else:
+            sglang.is_open = True
+        sglang.routes["POST /update_weights_from_tensor"] = takes
+        (outcome,) = (await do(adapter, apply, "op-2")).participants
+        assert outcome.error is None
+        assert not sglang.is_open
+
+
 @pytest.mark.clause("SF-01")
 async def test_what_an_engine_offers_is_asked_anew_after_a_refused_connection_or_a_failing_list() -> None:
     engine = ReplayEngine(unknown=Answer(405, b""))

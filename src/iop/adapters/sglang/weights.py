@@ -180,11 +180,29 @@ class WeightSwap:
 
     async def _update(self, path: str, body: Mapping[str, object], timeout_s: float) -> None:
         """One update between a begin and an end. The cache is emptied by a step of its own."""
-        await self._tell("/begin_weight_update", {"selector": "target"}, SHORT_TIMEOUT_S, changed=False)
-        answer = await self._http.post(path, {**body, "flush_cache": False}, timeout_s=timeout_s)
-        if not _is_live(answer):
-            raise StepFailed(f"the update failed, and the weights are partly new now: {answer.words}")
+        begin = {"selector": "target"}
+        answer = await self._http.post("/begin_weight_update", begin, timeout_s=SHORT_TIMEOUT_S)
+        if answer.status == 400:  # one that broke off, of a process before us perhaps, is still open
+            await self._end_update()
+            answer = await self._http.post("/begin_weight_update", begin, timeout_s=SHORT_TIMEOUT_S)
+        _check(answer, "/begin_weight_update", changed=False)
+        is_live = False
+        try:
+            answer = await self._http.post(path, {**body, "flush_cache": False}, timeout_s=timeout_s)
+            is_live = _is_live(answer)
+            if not is_live:
+                raise StepFailed(f"the update failed, and the weights are partly new now: {answer.words}")
+        finally:
+            if not is_live:
+                await self._end_update()
         await self._tell("/end_weight_update", {}, timeout_s)
+
+    async def _end_update(self) -> None:
+        """Of one that came to nothing: left open, it would have the next one refused."""
+        try:
+            await self._http.post("/end_weight_update", {}, timeout_s=SHORT_TIMEOUT_S)
+        except IopError:
+            return  # what became of the weights is the step's word
 
     async def _leave(self, group: Mapping[str, object]) -> None:
         try:
@@ -195,11 +213,7 @@ class WeightSwap:
     async def _tell(
         self, path: str, body: Mapping[str, object], timeout_s: float, *, changed: bool = True
     ) -> None:
-        answer = await self._http.post(path, body, timeout_s=timeout_s)
-        if answer.status == 404 and path in {"/begin_weight_update", "/end_weight_update"}:
-            return  # older servers have no such bracket
-        if not answer.is_ok or not answer.read(_Updated).success:
-            raise StepFailed(f"the engine refused {path}: {answer.words}", changed=changed)
+        _check(await self._http.post(path, body, timeout_s=timeout_s), path, changed=changed)
 
     async def _undo(self, call: StepCall, source: WeightSource | None) -> StepResult:
         operation, path, checksum = self._previous
@@ -236,6 +250,13 @@ class WeightSwap:
         told = answer.read(_Checked) if answer.is_ok else None
         is_told = told is not None and told.success
         return (told.per_engine_checksum or "") if told is not None and is_told else "", answer.words
+
+
+def _check(answer: EngineAnswer, path: str, *, changed: bool) -> None:
+    if answer.status == 404 and path in {"/begin_weight_update", "/end_weight_update"}:
+        return  # older servers have no such bracket
+    if not answer.is_ok or not answer.read(_Updated).success:
+        raise StepFailed(f"the engine refused {path}: {answer.words}", changed=changed)
 
 
 def _handles(weights: SharedWeights) -> Mapping[str, object]:
