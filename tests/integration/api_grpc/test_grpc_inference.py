@@ -333,6 +333,20 @@ async def test_malformed_or_repeated_metadata_is_refused_before_acceptance(
     assert port.calls == []
 
 
+@pytest.mark.clause("SF-32", "SF-20")
+async def test_a_refused_generation_stands_in_the_log_under_its_request_id(
+    server: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "iop.api.grpc.interceptors")
+    async with refused(grpc.StatusCode.INVALID_ARGUMENT):
+        await generate(server, metadata=(("openengine-priority", "x"),))
+    (told,) = [record for record in caplog.records if record.message == "rpc.refused"]
+    assert (told.request_id, told.reason) == ("r-1", "MALFORMED_METADATA")  # type: ignore[attr-defined]
+    async with refused(grpc.StatusCode.NOT_FOUND):
+        await server.control.GetModelInfo(model_pb2.GetModelInfoRequest(model="slow"))
+    assert not hasattr(caplog.records[-1], "request_id"), "of another call"
+
+
 @pytest.mark.clause("SF-20", "SF-22")
 @pytest.mark.parametrize(
     ("request_message", "code"),

@@ -17,7 +17,7 @@ from iop.api.grpc.auth import ApiCaller
 from iop.api.grpc.capabilities import check_supported
 from iop.api.grpc.hops import ignored_hints, read_hops, with_ignored
 from iop.api.grpc.inference_codec import decode_generate, encode_event
-from iop.api.grpc.interceptors import current_api_caller
+from iop.api.grpc.interceptors import current_api_caller, name_request
 from iop.api.grpc.metadata import WEIGHT_VERSION_KEY, header_text, read_hints
 from iop.api.grpc.ports import (
     ControlPort,
@@ -92,6 +92,7 @@ class InferenceService(openengine_pb2_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """One generation; ends with exactly one terminal message after acceptance."""
         caller = current_api_caller()
+        name_request(request.request_id)
         try:
             leave = self._admit(caller.name)
         except IopError as error:

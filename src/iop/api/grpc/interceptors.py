@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from iop.admin.permissions import Permission, Principal, require
 from iop.api.grpc.auth import ApiCaller, Credentials, read_credentials
 from iop.api.grpc.errors import failure_of
+from iop.api.grpc.inference_codec import REQUEST_ID_CHARS_MAX
 from iop.api.strangers import Strangers, address_of_peer
 from iop.core.errors import Internal, InvalidRequest, IopError, PermissionDenied, Unauthenticated, Unavailable
 
@@ -32,6 +33,7 @@ __all__ = [
     "current_api_caller",
     "current_caller",
     "current_principal",
+    "name_request",
 ]
 
 _log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ Caller = TypeVar("Caller", bound=Principal | ApiCaller)
 Caller_co = TypeVar("Caller_co", bound=Principal | ApiCaller, covariant=True)
 
 _caller: ContextVar[Principal | ApiCaller] = ContextVar("iop_grpc_caller")
+_request_id: ContextVar[str] = ContextVar("iop_grpc_request_id", default="")
 
 
 def current_principal() -> Principal:
@@ -56,6 +59,11 @@ def current_principal() -> Principal:
     if not isinstance(caller, Principal):
         raise Internal("An admin handler ran without a principal.")
     return caller
+
+
+def name_request(request_id: str) -> None:
+    """Say under which id the RPC of this task stands in logs, should it be refused (SF-32)."""
+    _request_id.set(request_id[:REQUEST_ID_CHARS_MAX])
 
 
 def current_api_caller() -> ApiCaller:
@@ -287,5 +295,6 @@ def _log_failure(method: str, context: Context, error: IopError) -> None:
             "principal": caller.name if caller is not None else "",
             "code": error.status.grpc,
             "reason": error.reason,
+            **({"request_id": request_id} if (request_id := _request_id.get()) else {}),
         },
     )
