@@ -21,6 +21,9 @@ from iop.net.admin_steps import AdminStepCodec
 from iop.wire.messages import AdapterConfig, OllamaSettings
 
 ROUNDS = 40
+SEEDS = {"vllm": 3}
+"""With these, as with 1 for a router, it once found something."""
+
 LONG = "x" * 100_000
 VALUES: list[object] = [
     *(None, True, -1, 0, 2**31, 2**63, 2**64, 10**30, -(10**30), 1.5, 1e308),
@@ -112,11 +115,8 @@ def made_false(
 
 @pytest.mark.clause("EN-34", "EN-91", "AD-35", "AD-37")
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("seed", [1, 3])
-async def test_whatever_an_engine_answers_its_adapter_lives_on_and_tells_what_can_be_sent(
-    name: str, seed: int
-) -> None:
-    chance = random.Random(f"{name}{seed}")
+async def test_whatever_an_engine_answers_its_adapter_lives_on_and_tells_what_can_be_sent(name: str) -> None:
+    chance = random.Random(f"{name}{SEEDS.get(name, 1)}")
     kind = name.partition(",")[0]
     engine = ENGINES[name]()
     true = dict(engine.routes)
