@@ -119,8 +119,8 @@ sim: $(DEV)  ## the simulations on virtual time (SEEDS=10000 of the Edge, SEED=n
 sim-planted: $(DEV)  ## prove that the simulation's checks bite: every planted bug is caught
 	IOP_SIM_PLANTED=1 $(SIM) $(SIM_WORKERS) tests/sim/*/test_*planted*.py $(ARGS)
 
-sim-admin: $(DEV)  ## 10,000 seeds of the operation core's simulation (SEEDS=n of them, SEED=n replays one)
-	IOP_SIM_PROGRESS=500 IOP_SIM_SEEDS=$(if $(SEED),$(SEED):1,0:$(SEEDS)) $(SIM) --timeout 0 -s tests/sim/admin/test_sim_admin_random.py $(ARGS)
+sim-admin: $(DEV)  ## 10,000 seeds of each simulation of the operation core (SEEDS=n of them, SEED=n replays one)
+	IOP_SIM_PROGRESS=500 IOP_SIM_SEEDS=$(if $(SEED),$(SEED):1,0:$(SEEDS)) $(SIM) --timeout 0 -s tests/sim/admin/test_sim_admin_random.py tests/sim/admin/test_sim_admin_selectors.py $(ARGS)
 
 fuzz: $(DEV)  ## fuzz what reads a peer's bytes, guided by coverage (FUZZ_SECONDS=60 for each target)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install --quiet --require-hashes -r requirements/fuzz.txt

@@ -229,6 +229,7 @@ async def check_at_rest(world: AdminWorld) -> None:
             )
             weights = desired.weights.get("m")
             rank = fleet.ranks[p.participant_id]
+            assert not (rank.released and fleet.is_open(p.participant_id)), "it serves without its memory"
             is_loaded = ResourceKind.WEIGHTS not in rank.released
             if not is_quarantined and is_loaded and weights is not None and weights.operation_id:
                 assert rank.content == f"/weights/{weights.version}"
