@@ -35,6 +35,12 @@ FIELDS: Final = 15
 NAME_BYTES_MAX: Final = 256
 """Longest name of a memory or counter: PyTorch's have less than 100 bytes."""
 
+PLAIN_MEMORY_BYTES: Final = 64
+"""Name of a memory as CUDA has it, which is all of an older PyTorch's; newer ones put a version and a sort before it."""
+
+EXPANDABLE: Final = b"e"
+"""The sort that the engine would fetch from the process that the name tells, whichever that is."""
+
 _COUNTER: Final = re.compile(rb"(?:/[A-Za-z0-9_-]+)?")
 """A name in shared memory and no other path: the engine opens it."""
 
@@ -177,6 +183,12 @@ def _shared(tensor: IpcTensor) -> dict[str, SharedTensor]:
         shared = _shared_tensor(arguments)
         if not _is_name(device) or shared is None:
             _refuse(name, "has a handle with other fields than PyTorch's of a device tensor")
+        if len(shared.memory) != PLAIN_MEMORY_BYTES and shared.memory[1:2] == EXPANDABLE:
+            _refuse(
+                name,
+                "is in an expandable segment, whose handle names a process and its open files; "
+                "let the trainer run without expandable_segments",
+            )
         if shared.shape != tensor.spec.shape or shared.dtype != DTYPES[tensor.spec.dtype]:
             _refuse(name, f"is {shared.dtype} {shared.shape} by its handle, which is not its shape and type")
         last = shared.offset + sum(

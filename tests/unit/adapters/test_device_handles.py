@@ -105,6 +105,7 @@ def test_sglang_gets_names_with_tensors_by_the_devices_id() -> None:
         (tampered(f7=b""), "other fields"),
         (tampered(f7=bytes(257)), "other fields"),
         (tampered(f8=-1), "other fields"),
+        (tampered(f7=b"\1e" + bytes(28)), "without expandable_segments"),
         (tampered(f11=b"/../etc/passwd"), "other fields"),
         (tampered(f11=b"etc"), "other fields"),
         (tampered(f14=1), "other fields"),
@@ -124,6 +125,8 @@ def test_any_other_handle_is_refused_and_nothing_of_it_is_run(handle: bytes, wor
 
 @pytest.mark.clause("AD-45")
 def test_a_tensor_that_just_fits_into_its_memory_is_taken() -> None:
+    assert weights(tampered(f7=b"\1c" + bytes(64))).tensors
+    assert weights(tampered(f7=b"\1e" + bytes(62))).tensors, "of an older PyTorch: any bytes"
     assert weights(tampered(f8=12)).tensors
     assert weights(tampered(f3=250)).tensors
 
