@@ -36,7 +36,7 @@ NAME_BYTES_MAX: Final = 256
 """Longest name of a memory or counter: PyTorch's have less than 100 bytes."""
 
 PLAIN_MEMORY_BYTES: Final = 64
-"""Name of a memory as CUDA has it, which is all of an older PyTorch's; newer ones put a version and a sort before it."""
+"""Name of a memory as CUDA has it, all of it in an older PyTorch; newer ones put a version and a sort before it."""
 
 EXPANDABLE: Final = b"e"
 """The sort that the engine would fetch from the process that the name tells, whichever that is."""
