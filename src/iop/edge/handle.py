@@ -222,7 +222,7 @@ class DispatchHandle:
     @property
     def provider_name(self) -> str:
         """Opaque, stable name for ``x-iop-provider`` (SF-13); tells nothing about the Node."""
-        return self._shell.pools.name_of(self._current().lease.key)
+        return self._shell.pools.roster.name_of(self._current().lease.key)
 
     @property
     def weight_version(self) -> str:

@@ -60,7 +60,7 @@ class EdgeCollector(Collector):
         )
         queued = GaugeMetricFamily("iop_edge_provider_queued", "Waiters it could serve.", labels=labels)
         gated = GaugeMetricFamily("iop_edge_provider_gated", "1 while a gate holds it.", labels=labels)
-        for key in self._edge.pools.provider_keys():
+        for key in self._edge.pools.roster.providers:
             figures = self._edge.pools.provider_figures(key)
             names = [str(key.node), str(key.provider)]
             capacity.add_metric(names, figures.capacity)

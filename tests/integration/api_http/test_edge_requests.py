@@ -89,7 +89,7 @@ async def test_providers_headers_are_cleaned_and_the_rest_passes() -> None:
             assert name not in fields
         assert (
             fields[b"x-iop-provider"]
-            == fleet.edge.pools.name_of(
+            == fleet.edge.pools.roster.name_of(
                 next(iter(fleet.edge.snapshot.models.values())).members[0].key
             ).encode()
         )

@@ -330,7 +330,7 @@ async def test_an_abort_at_the_outer_edge_reaches_the_engine(line: Line) -> None
 async def test_an_operators_abort_at_the_inner_edge_is_told_in_its_words(line: Line) -> None:
     call = line.outer.inference.Generate(endless(), timeout=60)
     await call.read()
-    line.inner.edge.dispatcher.abort(line.inner.edge.pools.provider_keys())
+    line.inner.edge.dispatcher.abort(line.inner.edge.pools.roster.providers)
     last = (await read_all(call))[-1]
     assert last.error.code == error_pb2.ERROR_CODE_DRAINING
     assert last.error.retryable

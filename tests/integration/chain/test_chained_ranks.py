@@ -85,10 +85,12 @@ async def two_edges(directory: Path, engines: list[ReplicatedEngine]) -> AsyncIt
             {"node": "n1", "adapter": name, "target": TARGET} for name in names
         ]
         inner = await stack.enter_async_context(place(directory / "inner", inside))
-        await eventually(lambda: len(inner.edge.pools.ranks_of("fast")) == 2 * len(engines))
+        await eventually(lambda: len(inner.edge.pools.roster.ranks_of("fast")) == 2 * len(engines))
         outside = edge_yaml(inner_adapter("openengine", inner), target="fast")
         outer = await stack.enter_async_context(place(directory / "outer", outside))
-        await eventually(lambda: outer.edge.pools.ranks_of("fast") == inner.edge.pools.ranks_of("fast"))
+        await eventually(
+            lambda: outer.edge.pools.roster.ranks_of("fast") == inner.edge.pools.roster.ranks_of("fast")
+        )
         yield outer, inner
 
 
@@ -167,7 +169,7 @@ async def test_a_wish_that_the_edge_behind_did_not_follow_is_told_at_the_first(t
             async with place(tmp_path / "outer", edge_yaml(adapter, target="fast")) as outer:
                 request = generation_pb2.GenerateRequest(model="fast", prompt="p")
                 wishes = (("openengine-priority", "3"), ("openengine-routing-key", "k"))
-                await eventually(lambda: outer.edge.pools.ranks_of("fast"))
+                await eventually(lambda: outer.edge.pools.roster.ranks_of("fast"))
                 call = outer.inference.Generate(request, metadata=wishes, timeout=30)
                 assert dict(await call.initial_metadata())["iop-ignored"] == "openengine-priority"
                 while await call.read() is not grpc.aio.EOF:

@@ -137,7 +137,7 @@ class Fleet:
 
     async def is_open(self):
         async with asyncio.timeout(100):
-            while not self.edge.pools.gate_of(KEY).is_open:  # noqa: ASYNC110 - a level
+            while not self.edge.pools.roster.gate_of(KEY).is_open:  # noqa: ASYNC110 - a level
                 await asyncio.sleep(0.01)
 
 
@@ -164,7 +164,7 @@ def test_a_node_that_comes_is_reconciled_and_then_serves_who_waited():
             )
             await asyncio.sleep(1)
             node = fleet.connect()
-            assert not fleet.edge.pools.gate_of(KEY).is_open
+            assert not fleet.edge.pools.roster.gate_of(KEY).is_open
         assert waiting.result().run_id == node.streams[0].request.run_id
 
     play(scenario)
@@ -224,7 +224,7 @@ def test_a_pause_outlives_the_reconnect_of_its_node_and_rejects_as_it_was_asked_
         await asyncio.sleep(1)
         fleet.connect()
         await asyncio.sleep(5)
-        assert fleet.edge.pools.gate_of(KEY).held_by == (f"epoch {result.pause_epoch}",)
+        assert fleet.edge.pools.roster.gate_of(KEY).held_by == (f"epoch {result.pause_epoch}",)
         with pytest.raises(Draining):
             await fleet.edge.dispatcher.dispatch(request_of("fast"), tunnel_to(RecordingSink()))
         await fleet.resume(result.pause_epoch)

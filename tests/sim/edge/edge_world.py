@@ -250,7 +250,7 @@ class World:
             return activate(node, generation, now=now, absent=absent)
 
         def watched_set_absent(node, generation, absent, *, now):
-            if edge.pools.generation_of(provider_key(f"{node}/main")) == generation:
+            if edge.pools.roster.generation_of(provider_key(f"{node}/main")) == generation:
                 note(node, absent)
             return set_absent(node, generation, absent, now=now)
 
@@ -319,7 +319,7 @@ class World:
         if leases.granted_total - leases.returned_total != len(leases):
             self.fail("leases were returned more often than granted, or lost")
         long_leases = Counter(lease.key for lease in leases if lease.kind is LeaseKind.LONG)
-        for key in edge.pools.provider_keys():
+        for key in edge.pools.roster.providers:
             if long_leases[key] != leases.long_in_flight(key):
                 self.fail(f"{key}: the long figure is off")
         self.check_callers(streams)
@@ -425,7 +425,7 @@ class World:
         """Whether some provider of the model is there."""
         spec = self.edge.snapshot.models.get(model)
         members = spec.members if spec is not None else ()
-        return any(self.edge.pools.generation_of(member.key) is not None for member in members)
+        return any(self.edge.pools.roster.generation_of(member.key) is not None for member in members)
 
     def model_of(self, caller: Caller) -> str:
         """Which model a caller asks for."""

@@ -176,7 +176,7 @@ async def test_a_node_that_came_takes_nothing_until_every_rank_was_opened(make_e
         await edge.participants.apply_gates({RANKS[0]: OPEN})
         await asyncio.sleep(0)
         assert not waiting.done()
-        assert edge.pools.gate_of(KEY).held_by == ("reconciliation",)
+        assert edge.pools.roster.gate_of(KEY).held_by == ("reconciliation",)
         await edge.participants.apply_gates({RANKS[1]: OPEN})
     assert len(node.streams) == 1
 
@@ -213,10 +213,10 @@ async def test_a_silent_engine_is_asked_again_and_status_says_why_it_takes_nothi
 async def test_one_closed_rank_closes_its_provider_and_says_who_holds_it(fleet, gate, mode):
     edge, _, _ = fleet
     await edge.participants.apply_gates({RANKS[1]: gate})
-    assert edge.pools.gate_of(KEY).mode is mode
-    assert edge.pools.gate_of(KEY).held_by == gate.held_by
+    assert edge.pools.roster.gate_of(KEY).mode is mode
+    assert edge.pools.roster.gate_of(KEY).held_by == gate.held_by
     await edge.participants.apply_gates({RANKS[1]: OPEN})
-    assert edge.pools.gate_of(KEY).is_open
+    assert edge.pools.roster.gate_of(KEY).is_open
 
 
 @pytest.mark.clause("AD-36", "EN-120")
@@ -419,12 +419,12 @@ async def test_read_back_asks_the_engine_and_the_lost_are_unreachable(fleet):
 @pytest.mark.clause("AD-35", "AD-33")
 async def test_a_restarted_engine_is_gated_again_although_its_node_stayed(fleet):
     edge, engine, node = fleet
-    assert edge.pools.gate_of(KEY).is_open
+    assert edge.pools.roster.gate_of(KEY).is_open
     engine.instance = "boot-2"
     edge.nodes.on_report(node, ProviderReport(participants=engine.reports()))
-    assert edge.pools.gate_of(KEY).held_by == ("reconciliation",)
+    assert edge.pools.roster.gate_of(KEY).held_by == ("reconciliation",)
     await edge.participants.apply_gates(dict.fromkeys(RANKS, OPEN))
-    assert edge.pools.gate_of(KEY).is_open
+    assert edge.pools.roster.gate_of(KEY).is_open
 
 
 @pytest.mark.clause("EN-33")
@@ -435,12 +435,12 @@ async def test_reports_of_a_superseded_connection_are_dropped(fleet):
     await edge.participants.apply_gates(dict.fromkeys(RANKS, OPEN))
     engine.instance = "boot-2"
     edge.nodes.on_report(node, ProviderReport(participants=engine.reports()))
-    assert edge.pools.gate_of(KEY).is_open
+    assert edge.pools.roster.gate_of(KEY).is_open
 
 
 async def test_a_malformed_report_disturbs_nobody(fleet):
     edge, _, node = fleet
     bad = ParticipantReport(adapter="main", info=b"\xff\xff\xff")
     edge.nodes.on_report(node, ProviderReport(participants=(bad,)))
-    assert edge.pools.gate_of(KEY).is_open
+    assert edge.pools.roster.gate_of(KEY).is_open
     assert len(edge.participants.participants()) == 2

@@ -116,7 +116,7 @@ def test_a_fence_takes_offline_first_so_that_freed_slots_go_to_nobody():
 @pytest.mark.clause("EN-31")
 def test_a_fence_re_evaluates_the_queue_against_those_still_alive():
     pools = two(capacity=1)
-    on_first = pools.acquire(demand(preferred=pools.name_of(K1)), now=0.0)
+    on_first = pools.acquire(demand(preferred=pools.roster.name_of(K1)), now=0.0)
     on_second = take(pools)
     assert (on_first.key, on_second.key) == (K1, K2)
     waiter = wait(pools)
@@ -286,11 +286,11 @@ def test_an_administered_provider_comes_online_behind_a_reconcile_gate():
     pools = Pools(snapshot_of(adapters, {"fast": ["n1/main"]}), now=0.0)
     waiter = wait(pools)
     assert up(pools) == []
-    assert pools.gate_of(K1) == RECONCILE_GATE
+    assert pools.roster.gate_of(K1) == RECONCILE_GATE
     assert granted(pools.set_gates([(K1, OPEN_GATE)], now=1.0)) == [waiter]
     pools.fence(N1, Generation(1), now=2.0)
     up(pools, 2, now=3.0)
-    assert pools.gate_of(K1) == RECONCILE_GATE, "the next generation is not trusted either"
+    assert pools.roster.gate_of(K1) == RECONCILE_GATE, "the next generation is not trusted either"
 
 
 @pytest.mark.clause("AD-39")
@@ -301,7 +301,7 @@ def test_a_pause_gate_outlives_the_reconnect_of_its_node():
     pools.set_gates([(K1, PAUSED)], now=1.0)
     pools.fence(N1, Generation(1), now=2.0)
     up(pools, 2, now=3.0)
-    assert pools.gate_of(K1) == PAUSED
+    assert pools.roster.gate_of(K1) == PAUSED
 
 
 @pytest.mark.clause("EN-111", "EN-91")
@@ -391,18 +391,18 @@ def test_a_session_stays_where_it_was_and_a_hint_is_only_a_hint():
     take(pools, session="t")
     pools.release(next(iter(pools.leases)), Verdict.SUCCESS, now=1.0)
     assert take(pools, session="s").key == first.key
-    other = take(pools, preferred=pools.name_of(first.key))
+    other = take(pools, preferred=pools.roster.name_of(first.key))
     assert other.key != first.key, "the hinted one is full"
 
 
 @pytest.mark.clause("EN-116")
 def test_recent_failures_count_as_load():
     pools = two(capacity=10, breaker=BreakerSpec(failures=5, window_s=10))
-    lease = pools.acquire(demand(preferred=pools.name_of(K1)), now=0.0)
+    lease = pools.acquire(demand(preferred=pools.roster.name_of(K1)), now=0.0)
     pools.release(lease, Verdict.FAILURE, now=0.0)
     assert [take(pools, now=1.0).key for _ in range(2)] == [K2, K2]
     later = two(capacity=10)
-    lease = later.acquire(demand(preferred=later.name_of(K2)), now=0.0)
+    lease = later.acquire(demand(preferred=later.roster.name_of(K2)), now=0.0)
     later.release(lease, Verdict.FAILURE, now=0.0)
     assert {take(later, now=11.0).key for _ in range(2)} == {K1, K2}, (
         "failures are forgotten after the window"
@@ -481,13 +481,13 @@ def test_a_model_reaches_only_the_providers_that_its_config_names():
 @pytest.mark.clause("EN-114")
 def test_a_removed_provider_takes_nothing_new_and_goes_with_its_last_run():
     pools = two(capacity=1)
-    first = pools.acquire(demand(preferred=pools.name_of(K1)), now=0.0)
+    first = pools.acquire(demand(preferred=pools.roster.name_of(K1)), now=0.0)
     smaller = snapshot_of({"n2/main": adapter_spec("main", capacity=1)}, {"fast": ["n2/main"]}, revision=2)
     pools.apply_snapshot(smaller, now=1.0)
-    assert K1 in pools.provider_keys()
+    assert K1 in pools.roster.providers
     assert take(pools, now=1.0).key == K2
     pools.release(first, Verdict.SUCCESS, now=2.0)
-    assert K1 not in pools.provider_keys()
+    assert K1 not in pools.roster.providers
 
 
 @pytest.mark.clause("EN-114")
@@ -510,7 +510,7 @@ def test_a_gate_does_not_outlive_the_provider_that_it_held():
     again = snapshot_of({"n1/main": adapter_spec("main")}, {"fast": ["n1/main"]}, revision=3)
     pools.apply_snapshot(again, now=2.0)
     assert lease.id in pools.leases, "its last run kept it in the books"
-    assert pools.gate_of(K1) == OPEN_GATE
+    assert pools.roster.gate_of(K1) == OPEN_GATE
 
 
 @pytest.mark.clause("EN-114")
@@ -586,7 +586,7 @@ def test_who_waits_for_a_node_that_stops_has_the_grace_and_not_its_whole_drain()
 @pytest.mark.clause("EN-109", "EN-91")
 def test_a_node_that_stops_shows_what_still_runs_and_starts_nothing():
     pools = two()
-    lease = pools.acquire(demand(preferred=pools.name_of(K1)), now=0.0)
+    lease = pools.acquire(demand(preferred=pools.roster.name_of(K1)), now=0.0)
     assert lease.key == K1
     pools.set_leaving(N1, Generation(1), now=1.0)
     assert not pools.may_start(lease)
@@ -646,10 +646,10 @@ def test_a_route_that_can_be_converted_is_not_lacking() -> None:
     up(pools)
     pools.set_missing(N1, Generation(1), {K1.provider: frozenset({"messages"})}, now=0.0)
     assert take(pools, operation="messages").key == K1
-    assert pools.serves(K1, "generate_chat") and pools.serves(K1, "messages")
+    assert pools.roster.serves(K1, "generate_chat") and pools.roster.serves(K1, "messages")
     every_chat_but_responses = frozenset({"messages", "chat_completions"})
     pools.set_missing(N1, Generation(1), {K1.provider: every_chat_but_responses}, now=0.0)
-    assert pools.serves(K1, "chat_completions") and not pools.serves(K1, "generate_chat")
+    assert pools.roster.serves(K1, "chat_completions") and not pools.roster.serves(K1, "generate_chat")
 
 
 @pytest.mark.clause("SF-01", "EN-110")

@@ -90,7 +90,7 @@ def test_a_rank_that_nobody_has_is_refused_with_those_there_are(pools: Pools) ->
     assert isinstance(refusal, Refusal)
     assert refusal.reason is RefusalReason.TARGET_RANK_NOT_SERVED
     assert refusal.details == {"ranks": "0-3"}
-    assert pools.ranks_of(FAST) == {0, 1, 2, 3}
+    assert pools.roster.ranks_of(FAST) == {0, 1, 2, 3}
 
 
 @pytest.mark.clause("SF-22")
@@ -102,7 +102,7 @@ def test_only_ranks_of_who_offers_the_operation_are_named(pools: Pools) -> None:
     }
     pools.apply_snapshot(snapshot_of(specs, {"fast": list(specs)}, revision=2), now=1.0)
     tell(pools, 1.0, left={0, 1}, right={2, 3})
-    assert pools.ranks_of(FAST) == {0, 1}, "what is advertised is accepted"
+    assert pools.roster.ranks_of(FAST) == {0, 1}, "what is advertised is accepted"
     refused = [pools.acquire(demand(rank), now=1.0) for rank in (2, 3)]
     assert [(each.reason, each.details) for each in refused if isinstance(each, Refusal)] == [
         (RefusalReason.TARGET_RANK_NOT_SERVED, {"ranks": "0-1"})
@@ -142,7 +142,7 @@ def test_a_rank_whose_node_is_away_is_waited_for(pools: Pools) -> None:
 def test_a_former_generation_tells_nothing(pools: Pools) -> None:
     told = {RIGHT: {"target-of-n1/right": frozenset({9})}}
     assert pools.set_ranks(N1, Generation(7), told, now=1.0) == []
-    assert pools.ranks_of(FAST) == {0, 1, 2, 3}
+    assert pools.roster.ranks_of(FAST) == {0, 1, 2, 3}
 
 
 @pytest.mark.clause("EN-114")
@@ -152,7 +152,7 @@ def test_a_provider_that_becomes_another_kind_has_no_ranks_until_it_tells(pools:
         "n1/right": adapter_spec("right", capacity=1, route=Route.RUN),
     }
     pools.apply_snapshot(snapshot_of(specs, {"fast": list(specs)}, revision=2), now=1.0)
-    assert pools.ranks_of(FAST) == {2, 3}
+    assert pools.roster.ranks_of(FAST) == {2, 3}
 
 
 def test_the_explanation_names_the_rank(pools: Pools) -> None:

@@ -154,7 +154,7 @@ def test_nothing_starts_at_an_adapter_that_a_refresh_found_gone_in_the_turn_of_t
         waiting = stage.call()
         await stage.settle()
         stage.end_all()
-        generation = stage.edge.pools.generation_of(KEY)
+        generation = stage.edge.pools.roster.generation_of(KEY)
         stage.edge.dispatcher.set_absent(NodeId("n1"), generation, {ProviderId("main")})
         await stage.settle()
         assert not stage.node.open_streams

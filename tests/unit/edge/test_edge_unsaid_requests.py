@@ -36,7 +36,7 @@ async def fleet(make_edge, *specs, limits=None):
 
 
 def name_of(edge, node):
-    return edge.pools.name_of(ProviderKey(node=NodeId(node), provider=ProviderId("main")))
+    return edge.pools.roster.name_of(ProviderKey(node=NodeId(node), provider=ProviderId("main")))
 
 
 async def outcome_of(dispatched):

@@ -122,7 +122,7 @@ class EdgePort:
             ),
             supports_lora=every.lora,
             supports_multimodal=every.multimodal,
-            data_parallel_ranks=self._dispatcher.pools.ranks_of(spec.id),
+            data_parallel_ranks=self._dispatcher.pools.roster.ranks_of(spec.id),
         )
 
     async def generate(self, call: ports.GenerateCall) -> AnswerStream:
@@ -268,7 +268,7 @@ class EdgePort:
         each = [
             self._able(adapter, member.key.node, member.target)
             for member, adapter in self._members(spec)
-            if not operation or self._dispatcher.pools.serves(member.key, operation)
+            if not operation or self._dispatcher.pools.roster.serves(member.key, operation)
         ]
         return common_abilities(each) if each else None
 
@@ -284,7 +284,7 @@ class EdgePort:
         Data-parallel ranks are told where they are the same for every model; else each model's own tell them (SF-22).
         """
         models = tuple(self._find_snapshot().models)
-        each = {self._dispatcher.pools.ranks_of(model) for model in models}
+        each = {self._dispatcher.pools.roster.ranks_of(model) for model in models}
         return ports.ServerInfo(
             engine_name="iop-edge",
             engine_version=__version__,

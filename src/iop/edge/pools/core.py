@@ -1,4 +1,4 @@
-"""The pools themselves: providers, leases, queues and gates as one state machine.
+"""The pools themselves: who waits, who gets which slot, and when, as one state machine over the roster and its leases.
 
 Invariant, after every call: no waiter stands in a queue while a slot that it fits is free. All calls that free a slot
 or open a gate therefore pump before they return, and an arrival may take a free slot at once: had anybody who fits it
@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from iop.core.ids import Generation, LeaseId, ModelId, NodeId, ProviderId
 from iop.edge.calls import (
-    GENERATIONS,
     PRIORITY_MAX,
     PRIORITY_MIN,
     SIDE_OPERATIONS,
@@ -26,8 +25,8 @@ from iop.edge.calls import (
     ServedTarget,
 )
 from iop.edge.pools import figures
-from iop.edge.pools.breaker import Breaker, Verdict
-from iop.edge.pools.gates import OPEN_GATE, RECONCILE_GATE, GateMode, ProviderGate
+from iop.edge.pools.breaker import Verdict
+from iop.edge.pools.gates import GateMode, ProviderGate
 from iop.edge.pools.leases import Lease, LeaseBook, LeaseKind
 from iop.edge.pools.model import (
     CandidateView,
@@ -42,8 +41,9 @@ from iop.edge.pools.model import (
     WaiterId,
     Waiting,
 )
-from iop.edge.pools.provider import Overrides, Provider, opaque_name
+from iop.edge.pools.provider import Overrides, Provider
 from iop.edge.pools.queue import ClassKey, Condition, ModelQueue, WaitClass, Waiter, class_of
+from iop.edge.pools.roster import Roster
 from iop.edge.pools.selection import Affinities, Candidate, choose
 from iop.edge.snapshot import EdgeSnapshot, ModelSpec, PoolMember
 from iop.wire.data_parallel import write_ranks
@@ -68,15 +68,12 @@ class Pools:
         self.steps = 0
         """Heads examined by pumps: the cost that must not grow with waiters that cannot run (EN-110)."""
         self._snapshot = snapshot
-        self._providers: dict[ProviderKey, Provider] = {}
+        self.roster = Roster()
+        self._providers = self.roster.providers
+        self._members = self.roster.members
         self._queues: dict[ModelId, ModelQueue] = {}
-        self._members: dict[ModelId, tuple[tuple[PoolMember, Provider], ...]] = {}
         self._where: dict[WaiterId, tuple[ModelId, ClassKey]] = {}
         self._affinities = Affinities()
-        self._generations: dict[NodeId, Generation] = {}
-        """Of all Nodes that are activated, also while the config names no provider on them."""
-        self._leaving: dict[NodeId, Generation] = {}
-        """Of Nodes that said that they stop, also before they were activated (EN-109)."""
         self._timed: dict[ProviderKey, Provider] = {}
         """Providers for which time alone changes something: a tripped breaker, a full gate on the Node."""
         self._next_waiter = 0
@@ -194,50 +191,20 @@ class Pools:
 
         ``absent``: those whose adapter did not start.
         """
-        self._generations[node] = generation
-        mine = [p for p in self._providers.values() if p.key.node == node and p.is_configured]
-        for provider in mine:
-            provider.generation = generation
-            provider.is_started = provider.key.provider not in absent
-            provider.is_leaving = self._leaving.get(node) == generation
-            provider.breaker.reset()
-            provider.busy_until = 0.0
-            provider.learn(frozenset())
-            if provider.spec.is_administered and provider.gate.is_open:
-                provider.gate = RECONCILE_GATE  # its state is not confirmed: it opens by set_gates alone
-        return self._settle(mine, now)
+        return self._settle(self.roster.activate(node, generation, absent), now)
 
     def set_absent(
         self, node: NodeId, generation: Generation, absent: Collection[ProviderId], *, now: float
     ) -> list[Settlement]:
         """After a refresh: which adapters of this generation run now, and which do not (EN-80)."""
-        touched = [
-            p
-            for p in self._providers.values()
-            if p.key.node == node
-            and p.generation == generation
-            and p.is_started != (p.key.provider not in absent)
-        ]
-        for provider in touched:
-            provider.is_started = not provider.is_started
-            if provider.spec.is_administered and provider.gate.is_open:
-                provider.gate = RECONCILE_GATE
-        return self._settle(touched, now)
+        return self._settle(self.roster.set_absent(node, generation, absent), now)
 
     def set_leaving(self, node: NodeId, generation: Generation, *, now: float) -> list[Settlement]:
         """A Node said that it stops: it is not there for anybody new, while what runs may finish (EN-109, EN-110).
 
         It may say so before its generation is activated, as while a changed config is on its way to it (EN-17).
         """
-        self._leaving[node] = generation
-        touched = [
-            p
-            for p in self._providers.values()
-            if p.key.node == node and p.generation == generation and not p.is_leaving
-        ]
-        for provider in touched:
-            provider.is_leaving = True
-        return self._settle(touched, now)
+        return self._settle(self.roster.set_leaving(node, generation), now)
 
     def set_missing(
         self,
@@ -251,12 +218,7 @@ class Pools:
 
         ``missing``: by adapter. Waiters whom nobody of the pool could serve any more are refused at once (SF-01).
         """
-        touched: list[Provider] = []
-        for name, lacks in missing.items():
-            provider = self._providers.get(ProviderKey(node=node, provider=name))
-            if provider is not None and provider.generation == generation and provider.missing != lacks:
-                provider.learn(lacks)
-                touched.append(provider)
+        touched = self.roster.set_missing(node, generation, missing)
         return [*self._refuse_unservable(touched), *self._settle(touched, now)]
 
     def set_ranks(
@@ -271,12 +233,7 @@ class Pools:
 
         Waiters for a rank that nobody of the pool has any more are refused at once.
         """
-        touched: list[Provider] = []
-        for name, ranks in told.items():
-            provider = self._providers.get(ProviderKey(node=node, provider=name))
-            if provider is not None and provider.generation == generation and provider.told_ranks != ranks:
-                provider.told_ranks = ranks
-                touched.append(provider)
+        touched = self.roster.set_ranks(node, generation, told)
         return [*self._refuse_unservable(touched), *self._settle(touched, now)] if touched else []
 
     def fence(
@@ -286,17 +243,7 @@ class Pools:
 
         Offline first: pumping before would hand the freed slots of a dead Node to waiters.
         """
-        if self._generations.get(node) == generation:
-            del self._generations[node]
-        if self._leaving.get(node) == generation:
-            del self._leaving[node]
-        mine = [p for p in self._providers.values() if p.key.node == node]
-        for provider in mine:
-            if provider.generation == generation:
-                provider.generation = None
-                provider.is_leaving = False
-                provider.breaker.reset()
-                provider.learn(frozenset())
+        mine = self.roster.end(node, generation)
         lost = self.leases.give_back_all(node, generation)
         for provider in mine:
             if not provider.is_configured:
@@ -305,13 +252,7 @@ class Pools:
 
     def set_gates(self, gates: Iterable[tuple[ProviderKey, ProviderGate]], *, now: float) -> list[Settlement]:
         """Close or open providers; whoever may go then goes, and whoever must be refused is (AD-39, SF-09)."""
-        touched: list[Provider] = []
-        for key, gate in gates:
-            provider = self._providers.get(key)
-            if provider is not None and provider.gate != gate:
-                provider.gate = gate
-                touched.append(provider)
-        return self._settle(touched, now)
+        return self._settle(self.roster.set_gates(gates), now)
 
     def override(self, key: ProviderKey, overrides: Overrides, *, now: float) -> list[Settlement]:
         """Put reconfigured values over the file's; what they do not name goes by the file (AD-47)."""
@@ -324,7 +265,8 @@ class Pools:
     def apply_snapshot(self, snapshot: EdgeSnapshot, *, now: float) -> list[Settlement]:
         """Make a new configuration the running one (EN-114). Waiters of a removed model are refused."""
         self._snapshot = snapshot
-        self._update_providers(snapshot)
+        for provider in self.roster.adopt(snapshot):
+            self._drop_if_idle(provider)
         settled: list[Settlement] = []
         for model_id in self._queues.keys() - snapshot.models.keys():
             for waiter in self._queues.pop(model_id).clear():
@@ -332,10 +274,6 @@ class Pools:
                 settled.append(
                     Denied(waiter=waiter.id, refusal=Refusal(reason=RefusalReason.MODEL_NOT_FOUND))
                 )
-        self._members = {
-            model.id: tuple((member, self._providers[member.key]) for member in model.members)
-            for model in snapshot.models.values()
-        }
         for model_id in snapshot.models:
             self._queues.setdefault(model_id, ModelQueue())
             if not self._members[model_id]:
@@ -418,36 +356,6 @@ class Pools:
         """Waiters of one model."""
         queue = self._queues.get(model)
         return 0 if queue is None else queue.depth
-
-    def provider_keys(self) -> tuple[ProviderKey, ...]:
-        """All resources, configured order."""
-        return tuple(self._providers)
-
-    def gate_of(self, key: ProviderKey) -> ProviderGate | None:
-        """The gate of one resource."""
-        provider = self._providers.get(key)
-        return None if provider is None else provider.gate
-
-    def generation_of(self, key: ProviderKey) -> Generation | None:
-        """The generation in which a resource is online."""
-        provider = self._providers.get(key)
-        return None if provider is None else provider.generation
-
-    def name_of(self, key: ProviderKey) -> str:
-        """The opaque name of a resource."""
-        provider = self._providers.get(key)
-        return opaque_name(key) if provider is None else provider.name
-
-    def serves(self, key: ProviderKey, operation: str) -> bool:
-        """Whether a resource can serve an operation, by one of its dialects; also while it is away."""
-        provider = self._providers.get(key)
-        return provider is not None and operation in provider.served
-
-    def ranks_of(self, model_id: ModelId) -> frozenset[int]:
-        """The data-parallel ranks that a generation can ask for, also of enabled providers that are away."""
-        members = self._members.get(model_id, ())
-        able = (p for _, p in members if p.is_enabled and not p.served.isdisjoint(GENERATIONS))
-        return frozenset().union(*(p.ranks_of(model_id) for p in able))
 
     def has_live(self, demand: Demand) -> bool:
         """Whether somebody is there who could serve this demand, however busy."""
@@ -757,59 +665,6 @@ class Pools:
             retry_after_s=after,
             details={"model": model.id, "queue_depth": str(depth), "queue_max": str(model.queue.max_waiters)},
         )
-
-    def _update_providers(self, snapshot: EdgeSnapshot) -> None:
-        before = {key for key, provider in self._providers.items() if provider.is_configured}
-        for provider in self._providers.values():
-            provider.is_configured = False
-            provider.models = ()
-        for node in snapshot.nodes.values():
-            for spec in node.adapters.values():
-                key = ProviderKey(node=node.id, provider=spec.provider)
-                targets = {
-                    model.id: next(member.target for member in model.members if member.key == key)
-                    for model in snapshot.models_of(key)
-                }
-                models = tuple(targets)
-                known = self._providers.get(key)
-                if known is None:
-                    self._providers[key] = Provider(
-                        key=key,
-                        name=opaque_name(key),
-                        spec=spec,
-                        breaker=Breaker(snapshot.breaker),
-                        generation=self._generations.get(node.id),
-                        is_leaving=self._is_leaving(node.id),
-                        gate=RECONCILE_GATE if spec.is_administered else OPEN_GATE,
-                        models=models,
-                        targets=targets,
-                    )
-                    continue
-                if key not in before or spec.is_administered != known.spec.is_administered:
-                    # Whoever held its gate holds it no more; a gate without a holder would never open (AD-39).
-                    known.gate = RECONCILE_GATE if spec.is_administered else OPEN_GATE
-                # AD-47: an override holds until the file changes that key.
-                held = known.overrides
-                known.overrides = Overrides(
-                    capacity=held.capacity if spec.capacity == known.spec.capacity else None,
-                    long_capacity=held.long_capacity
-                    if spec.long_capacity == known.spec.long_capacity
-                    else None,
-                    enabled=held.enabled if spec.enabled == known.spec.enabled else None,
-                )
-                if spec.type != known.spec.type:
-                    known.told_ranks = {}
-                known.spec, known.models, known.targets, known.is_configured = spec, models, targets, True
-                known.learn(known.missing)
-                known.breaker.configure(snapshot.breaker)
-        for provider in list(self._providers.values()):
-            if not provider.is_configured:
-                self._drop_if_idle(provider)
-
-    def _is_leaving(self, node: NodeId) -> bool:
-        """Whether what a Node gets now is there for nobody new: it said that it stops."""
-        generation = self._generations.get(node)
-        return generation is not None and self._leaving.get(node) == generation
 
     def _drop_if_idle(self, provider: Provider) -> None:
         """A removed provider goes when its last run ended (EN-114)."""
