@@ -99,13 +99,15 @@ def _table_refusals(
     request: MutationRequest, chosen: tuple[ParticipantInfo, ...], desired: Desired
 ) -> Iterator[IopError]:
     refused: dict[Legality, list[str]] = {}
+    # What rests on a pause must not rest on one whose operation still runs: it goes if that fails (AD-29).
+    rests = isinstance(request, ReleaseResourcesRequest | UpdateWeightsRequest)
     for participant in chosen:
         # Quarantine refuses nothing by itself (AD-31): judge by what else holds.
         state = participant_state(
             connected=True,
             quarantined=False,
             released=bool(released_kinds(desired, participant.participant_id)),
-            paused=bool(covering_pauses(desired, participant)),
+            paused=any(pause.settled or not rests for pause in covering_pauses(desired, participant)),
         )
         answer = legality_of(state, kind_of(request))
         if answer is Legality.LEGAL or (answer is Legality.LEGAL_WITH_PAUSE and _own_pause(request)):

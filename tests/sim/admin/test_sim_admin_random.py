@@ -157,7 +157,7 @@ async def scenario(world: AdminWorld, run: Run) -> None:
         assert world.store.desired.quarantines == {}
 
 
-FOUND = (2, 8, 11, 20, 38, 77, 98, 152, 248, 2085, 5485)
+FOUND = (2, 8, 11, 20, 38, 77, 98, 152, 248, 2085, 3316, 5485)
 """Seeds that found a bug once."""
 
 

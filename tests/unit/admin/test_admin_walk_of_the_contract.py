@@ -89,6 +89,33 @@ def test_a_pause_cannot_end_while_somebody_who_is_away_has_released_memory_under
     run_world(scenario)
 
 
+@pytest.mark.clause("AD-29", "AD-42", "AD-43")
+def test_nothing_is_released_under_a_pause_that_may_be_taken_back_yet() -> None:
+    async def scenario(world: AdminWorld) -> None:
+        world.fleet.disconnect("b")
+        async with world.server():
+            world.fleet.arm(FaultKind.HANG, "a/0", "ReleaseStep")
+            running = await world.submit(release("all", ResourceKind.KV_CACHE))
+            world.fleet.reconnect("b")
+            world.core.participants_changed()
+            await world.settle(5.0)
+            assert world.fleet.ranks["b/0"].paused, "the pause binds who joins"  # type: ignore[index]
+            for wanted in (
+                release("mine", ResourceKind.WEIGHTS, spec=None, target=B),
+                update("v1", quiesce=None),
+            ):
+                with pytest.raises(PreconditionFailed) as refusal:
+                    await world.run(wanted)
+                assert refusal.value.reason in {"NOT_PAUSED", "OPERATION_IN_PROGRESS"}
+            await world.core.cancel(ADMIN, running, reason="")
+            await world.finish(running)
+            await world.settle(40.0)
+            assert world.fleet.is_open("b/0")
+            assert not world.fleet.ranks["b/0"].released  # type: ignore[index]
+
+    run_world(scenario)
+
+
 @pytest.mark.clause("AD-18")
 def test_a_harder_pause_takes_the_place_of_the_one_that_it_ends_also_where_no_other_is_free() -> None:
     async def scenario(world: AdminWorld) -> None:
