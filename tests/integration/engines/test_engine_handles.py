@@ -50,6 +50,15 @@ def sources(adapter: Adapter) -> frozenset[WeightSourceKind]:
     return info.capabilities.weight_sources
 
 
+async def refuses_handles(adapter: Adapter, how: str) -> None:
+    """It says how to enable them, before any step and by the step."""
+    (info,) = adapter.participants()
+    hows = [each.how for each in info.lacking if each.operation is AdminOperationKind.UPDATE_WEIGHTS]
+    assert how in hows[0], "for refusals before any step"
+    with pytest.raises(Unsupported, match=how):
+        await do(adapter, PREPARE)
+
+
 @pytest.mark.clause("AD-15", "AD-38", "AD-45")
 async def test_vllm_takes_handles_in_one_session_and_the_label_comes_last() -> None:
     vllm = VllmReplay(transfer="ipc")
@@ -133,11 +142,7 @@ async def test_vllm_does_not_offer_handles_that_it_could_not_take_and_says_how_t
         vllm.info["vllm_env"]["VLLM_ALLOW_INSECURE_SERIALIZATION"] = False
     async with in_front_of("vllm", vllm) as adapter:
         assert WeightSourceKind.IPC not in sources(adapter)
-        (info,) = adapter.participants()
-        hows = [each.how for each in info.lacking if each.operation is AdminOperationKind.UPDATE_WEIGHTS]
-        assert "VLLM_ALLOW_INSECURE_SERIALIZATION=1" in hows[0], "for refusals before any step"
-        with pytest.raises(Unsupported, match="VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
-            await do(adapter, PREPARE)
+        await refuses_handles(adapter, "VLLM_ALLOW_INSECURE_SERIALIZATION=1")
         assert vllm.posts() == []
 
 
@@ -200,9 +205,5 @@ async def test_sglang_of_several_ranks_or_without_a_gpu_does_not_offer_handles(
     sglang = Sglang(**told)
     async with in_front_of("sglang", sglang) as adapter:
         assert WeightSourceKind.IPC not in sources(adapter)
-        (info,) = adapter.participants()
-        hows = [each.how for each in info.lacking if each.operation is AdminOperationKind.UPDATE_WEIGHTS]
-        assert "a single rank" in hows[0], "for refusals before any step"
-        with pytest.raises(Unsupported, match="a single rank"):
-            await do(adapter, PREPARE)
+        await refuses_handles(adapter, "a single rank")
         assert sglang.posts() == []
